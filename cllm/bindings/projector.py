@@ -152,15 +152,17 @@ class Projector(NativeHandle):
     Raises
     ------
     ModelLoadError
-        The file is missing, is not a projector, or is one of another model; the model has no weights; or the
-        rows of an image depend on what stands before it (HunyuanVL, DeepSeek-V4).
+        The file is missing, is not a projector, or is one of another model; the model has no weights, or no
+        token that the projector needs; or the rows of an image depend on what stands before it (HunyuanVL,
+        DeepSeek-V4).
     LibraryError
         The library has no libmtmd.
 
     Notes
     -----
     See `mtmd_init_from_file` in mtmd.h.  A damaged file can abort the process when it is loaded, or at
-    the first encode: check files from unknown sources in a child process first.
+    the first encode: check files from unknown sources in a child process first.  libmtmd leaks the buffers
+    of a projector of another width than the model's.
     """
 
     def __init__(
@@ -250,8 +252,6 @@ class Projector(NativeHandle):
             `pixels` has another type or shape, a side above 16,384, or more than 67,108,864 pixels.
         LlamaCallError
             The projector takes no images, or this image is too narrow for it.
-        ModelLoadError
-            The model's vocabulary lacks a token that the projector needs.
 
         Notes
         -----
@@ -269,7 +269,7 @@ class Projector(NativeHandle):
 
         Raises
         ------
-        InvalidArgumentError, LlamaCallError, ModelLoadError
+        InvalidArgumentError, LlamaCallError
             As for `split`.
         """
         height, width, _ = _check_pixels((height, width))

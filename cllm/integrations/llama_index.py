@@ -322,7 +322,8 @@ def _said(message: ChatMessage) -> dict[str, Any]:
                 function = {"name": name, "arguments": text}
                 calls.append({"id": call_id or "", "type": "function", "function": function})
             case _:
-                raise TypeError(f"a {type(block).__name__} cannot be given to a text model")
+                kind = type(block).__name__
+                raise TypeError(f"a message may have text, thoughts and tool calls, but no {kind}")
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:

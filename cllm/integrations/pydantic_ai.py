@@ -222,7 +222,8 @@ def _said_in(message: ModelMessage) -> Iterator[dict[str, Any]]:
             case RetryPromptPart():
                 yield _result(part.tool_call_id, part.model_response())
             case _:
-                raise TypeError(f"a {type(part).__name__} cannot be given to a text model")
+                kind = type(part).__name__
+                raise TypeError(f"a request may have prompts and results of tools, but no {kind}")
 
 
 def _answer_of(message: ModelResponse) -> dict[str, Any]:
@@ -250,7 +251,7 @@ def _text_of(content: object) -> str:
     for item in content:
         text = getattr(item, "content", item)
         if not isinstance(text, str):
-            raise TypeError(f"a {type(item).__name__} cannot be given to a text model")
+            raise TypeError(f"a user's message may have texts, but no {type(item).__name__}")
         texts.append(text)
     return "\n\n".join(texts)
 

@@ -53,7 +53,7 @@ refuse("an image that leaves a gap", decode, "p0 is 5, must be 0", p0=5, error=P
 refuse(
     "a projector of another model",
     lambda s: Projector(Model(make_model.ensure("qwen3-wide", "F16")), make_projector.ensure("gemma3")),
-    "mismatch between text model", error=ModelLoadError,
+    "mismatch between text model (n_embd = 1024) and mmproj", error=ModelLoadError,
 )  # fmt: skip
 refuse(
     "a model as projector", lambda s: Projector(s.model, s.path), "Failed to load CLIP",
@@ -72,7 +72,7 @@ refuse(
     "a vocabulary without the tokens around a tile",
     lambda s: Projector(
         Model(make_model.ensure("tiny-llama", "F16")), make_projector.ensure("idefics3")
-    ).split(PIXELS),
+    ),
     "vocabulary lacks a token", error=ModelLoadError,
 )  # fmt: skip
 for shape in ((0, 8, 3), (8, 0, 3)):

@@ -461,13 +461,6 @@ def test_a_model_stays_open_while_a_projector_is_made_of_it(vision: Vision) -> N
 
 
 # --- What is rejected --------------------------------------------------------------------------------
-def test_a_projector_of_another_model_is_rejected_with_both_sizes(vision: Vision) -> None:
-    with Model(make_model.ensure("qwen3-wide", "F16")) as model, pytest.raises(
-        ModelLoadError, match=r"mismatch between text model \(n_embd = 1024\) and mmproj"
-    ):  # fmt: skip
-        Projector(model, vision.projector.path)
-
-
 @pytest.mark.parametrize("vision", ["gemma3"], indirect=True)
 def test_a_projector_whose_rows_depend_on_the_prompt_is_rejected(
     vision: Vision, monkeypatch: pytest.MonkeyPatch
@@ -487,10 +480,9 @@ def test_a_projector_whose_rows_depend_on_the_prompt_is_rejected(
 def test_a_model_without_the_tokens_around_an_image_is_rejected(vision: Vision) -> None:
     with (
         Model(make_model.ensure("tiny-llama", "F16")) as model,
-        Projector(model, vision.projector.path, use_gpu=False) as projector,
         pytest.raises(ModelLoadError, match="vocabulary lacks a token that the projector needs"),
     ):
-        projector.split(image(1))
+        Projector(model, vision.projector.path, use_gpu=False)
 
 
 @pytest.mark.parametrize("vision", ["gemma3"], indirect=True)

@@ -3,14 +3,12 @@ LeakSanitizer in libllama: no test fails, and nothing is reported.
 
 `make test-asan` builds the library and runs this.  The sanitizers watch every process that a test starts, and
 look for leaks at its exit.  Forked processes of the hazard tables end with `_exit` and are not searched for
-leaks.  Leaks of libllama or ggml must not occur; leaks of Python and others are only counted.  The engine's
-other tests do not use libllama: they run, and must pass, without the library.
+leaks.  Leaks of libllama or ggml must not occur; leaks of Python and others are only counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,17 +24,7 @@ from tests.reliability.memory_faults import LEAK
 from tests.reliability.record import ROOT, Record, Table, conclude
 from tests.reliability.sanitized import Expected, Findings, NotBuiltError, Report
 
-# Tests of the engine that load libllama.  The others use a scripted decoder, or none.
-ENGINE = (
-    "chat/test_chat", "constraints/test_llguidance", "constraints/test_structured_output",
-    "constraints/test_trial", "llama/test_decoder_conformance", "llama/test_other_models",
-    "llama/test_preflight", "llama/test_preflight_cache", "loop/test_generate_all",
-    "loop/test_request_call", "sampling/test_row_sampler", "sampling/test_sampler_faults",
-    "test_engine", "test_health", "test_isolation", "test_lifecycle", "test_ownership",
-    "test_pressure", "test_schedules", "test_scoring_engine", "test_stops", "test_tokens",
-    "thread/test_worker_thread",
-)  # fmt: skip
-TESTS = ("tests/bindings", *(f"tests/engine/{name}.py" for name in ENGINE))
+TESTS = ("tests/bindings", "tests/engine")
 CLAIM = (
     "With sanitizers in libllama, the suites of the bindings and of the engine pass, and nothing is "
     "reported: no access out of bounds or after a free, no undefined behaviour, no byte that libllama "
@@ -93,12 +81,9 @@ class Outcome:
     ----------
     watched : Suite
         The tests that ran with sanitizers.
-    others : Suite or None
-        The engine's other tests, which ran without a library; None if only some tests were asked for.
     """
 
     watched: Suite
-    others: Suite | None
     n_processes: int
     unseen_faults: Sequence[str]
     findings: Findings
@@ -107,12 +92,9 @@ class Outcome:
         """Return unexpected reports, unseen faults and failed suites; empty if the claim holds."""
         found = [f"not expected: {line}" for line in describe(self.findings.wrong)]
         found += [f"not seen: {fault}" for fault in self.unseen_faults]
-        suites = (self.watched, self.others)
-        return found + [
-            f"{suite.n_failed} of {suite.n_tests} tests failed"
-            for suite in suites
-            if suite is not None and not suite.passed
-        ]
+        if not self.watched.passed:
+            found.append(f"{self.watched.n_failed} of {self.watched.n_tests} tests failed")
+        return found
 
     @property
     def holds(self) -> bool:
@@ -134,16 +116,7 @@ class Outcome:
             "lost by Python and others at exit, bytes": sum(
                 r.n_bytes for r in self.findings.foreign
             ),
-            **self._others(),
             "faults made on purpose, seen": sanitized.said_of_faults(self.unseen_faults),
-        }
-
-    def _others(self) -> dict[str, str | int | float]:
-        if self.others is None:
-            return {}
-        return {
-            "other tests of the engine, without any library": self.others.n_tests,
-            "of those, failed": self.others.n_failed,
         }
 
     def tables(self) -> list[Table]:
@@ -169,23 +142,12 @@ def run(tests: Sequence[str], directory: Path) -> Outcome:
     faults.mkdir()
     unseen_faults = sanitized.unseen_faults(sanitized.show_faults(faults))
     watched = run_pytest(tests, directory / "watched.xml", sanitized.environment(directory))
-    others = None
-    if tuple(tests) == TESTS:
-        nowhere = {**os.environ, "CLLM_LIBRARY": str(directory / "nowhere")}
-        others = run_pytest(other_engine_tests(), directory / "others.xml", nowhere)
     return Outcome(
         watched,
-        others,
         n_processes=sanitized.n_processes(directory),
         unseen_faults=unseen_faults,
         findings=sanitized.sort_out(sanitized.read(directory), EXPECTED),
     )
-
-
-def other_engine_tests() -> list[str]:
-    """Return the files of the engine's suite that are not watched."""
-    found = (str(path.relative_to(ROOT)) for path in (ROOT / "tests/engine").rglob("test_*.py"))
-    return sorted(set(found) - set(TESTS))
 
 
 def run_pytest(tests: Sequence[str], junit: Path, environment: Mapping[str, str]) -> Suite:
@@ -236,7 +198,7 @@ def describe(reports: Sequence[Report]) -> list[str]:
 def main() -> int:
     """Run the command line; 1 if the claim does not hold, 2 without a library with sanitizers."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tests", nargs="*", default=TESTS, help="files, or all that load libllama")
+    parser.add_argument("tests", nargs="*", default=TESTS, help="files or folders")
     parser.add_argument("--reports", type=Path, help="a new directory, where the reports stay")
     parser.add_argument("--save", action="store_true", help="keep a record in results/")
     options = parser.parse_args()

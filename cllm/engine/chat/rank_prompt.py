@@ -22,7 +22,7 @@ PLACES = re.compile(r"\{(query|document)\}")
 
 
 class RankPrompt:
-    """Template with `{query}` and `{document}`, in which names of control tokens stay text.
+    """Template with `{query}` and `{document}`; names of control tokens in these two stay text.
 
     Parameters
     ----------

@@ -158,7 +158,7 @@ class InputProcessor:
             return follower
 
     async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
-        """Return a request for the log probabilities of a continuation."""
+        """Return a request, not submitted yet, for the log probabilities of a continuation."""
         before, after = await self.texts.scored(prompt, continuation)
         return RequestCall(
             prompt=(*before, *after),
