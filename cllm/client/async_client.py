@@ -22,7 +22,7 @@ from cllm.client.refusals import ServerError
 from cllm.client.replicas import Replicas
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.loop.generates import Generates
-from cllm.engine.loop.request_call import Prompt, RequestCall, check_prompt
+from cllm.engine.loop.request_call import MixedPrompt, Prompt, RequestCall, check_prompt
 from cllm.engine.request import Score
 from cllm.errors import InvalidArgumentError, InvalidRequestError, QueueFullError
 from cllm.routing.prefix_table import Key, keys_of, prompt_bytes
@@ -250,6 +250,10 @@ def _several(urls: Sequence[str]) -> list[str]:
 def _prompt_of(call: RequestCall) -> dict[str, Any]:
     """Return the fields of a body with the prompt."""
     prompt = call.prompt
+    if isinstance(prompt, MixedPrompt):
+        raise InvalidRequestError(
+            "prompt", "images", "text or token ids: a server takes no images yet"
+        )
     if not isinstance(prompt, ChatPrompt):
         # Always sent: the server's default is True, like llama-server's; that of `Engine` is False.
         return {"prompt": prompt, "parse_special": call.parse_special}

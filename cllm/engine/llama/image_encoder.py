@@ -227,7 +227,6 @@ class LlamaImageEncoder:
                 return None
             job = self._jobs.popleft()
             self._present = job[0].digest
-            self._begin_slice()
             return job
 
     def _encode(self, projector: Projector, media: MediaInput, ordinals: tuple[int, ...]) -> None:
@@ -235,10 +234,11 @@ class LlamaImageEncoder:
         try:
             size = media.height, media.width, 3
             pieces = projector.split(np.frombuffer(media.pixels, np.uint8).reshape(size))
-            chunks += [piece for piece in pieces if isinstance(piece, MediaChunk)]
+            chunks += [piece for piece in pieces if not isinstance(piece, list)]
             for ordinal in ordinals:
                 chunk = chunks[ordinal]
-                rows = projector.encode(chunk, self._between)
+                # Cutting and scaling the pixels above takes one core alone, beside the decodes.
+                rows = self._encoded(projector, chunk)
                 if not np.isfinite(rows).all():
                     raise LlamaCallError("mtmd_batch_encode", 0, "the embeddings are not finite")
                 left.pop(0)
@@ -252,23 +252,39 @@ class LlamaImageEncoder:
             for chunk in chunks:
                 chunk.close()
             with self._changed:
-                self._present, self._is_in_slice = None, False
+                self._present = None
                 self._cancelled.clear()
                 self._changed.notify_all()
 
+    def _encoded(self, projector: Projector, chunk: MediaChunk) -> NDArray[np.float32]:
+        """Return the embeddings of a chunk, computed in slices.
+
+        Raises
+        ------
+        EncodeCancelledError
+            The image is not needed any more.
+        """
+        try:
+            if not self._between():
+                raise EncodeCancelledError("the encode was cancelled")
+            return projector.encode(chunk, self._between)
+        finally:
+            with self._changed:
+                self._is_in_slice = False
+                self._changed.notify_all()
+
     def _between(self) -> bool:
-        """Wait while a decode runs; return False if the image is not needed any more."""
+        """End a slice, wait while a decode runs, and begin another slice.
+
+        Return False if the image is not needed any more.
+        """
         with self._changed:
             self._is_in_slice = False
             self._changed.notify_all()
-            return self._begin_slice()
-
-    def _begin_slice(self) -> bool:
-        """Wait while a decode runs; `_changed` is held."""
-        while self._is_decoding and not self._is_stopping:
-            self._changed.wait()
-        self._is_in_slice = True
-        return not self._is_stopping and self._present not in self._cancelled
+            while self._is_decoding and not self._is_stopping:
+                self._changed.wait()
+            self._is_in_slice = True
+            return not self._is_stopping and self._present not in self._cancelled
 
 
 def _piece_of(piece: ChunkShape | list[int]) -> MediaPiece:

@@ -1,0 +1,198 @@
+"""LlamaImageEncoder: encodes and decodes take turns, and no image leaves a request waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from cllm import EngineConfig, InvalidRequestError
+from cllm.bindings import Model
+from cllm.bindings.projector import ChunkShape, RowPositions
+from cllm.engine.core.commands import MediaEncoded
+from cllm.engine.llama.image_encoder import LlamaImageEncoder
+from cllm.engine.media import MIN_ROWS, MediaInput
+from cllm.errors import EncodeCancelledError, LlamaCallError
+
+WAIT_S = 30.0  # nothing takes so long; a hang fails by name
+N_ROWS = 8
+
+
+class ScriptedChunk:
+    """A chunk of an image that was never cut."""
+
+    rows_at = RowPositions(np.arange(N_ROWS, dtype=np.int32), np.ones(N_ROWS, np.int32))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class ScriptedProjector:
+    """A projector whose slices end when the test says so."""
+
+    has_vision = True
+
+    def __init__(self) -> None:
+        self.began: SimpleQueue[int] = SimpleQueue()  # a number for each slice
+        self.ends: SimpleQueue[bool | Exception] = SimpleQueue()  # True: the last slice of a chunk
+        self.said: list[str] = []
+        self.n_chunks = 1
+        self.n_rows = N_ROWS
+        self.n_slices = 0
+
+    def __enter__(self) -> ScriptedProjector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.said.append("closed")
+
+    def layout(self, height: int, width: int) -> list[ChunkShape | list[int]]:
+        return [[1], ChunkShape(self.n_rows, self.n_rows, True)]
+
+    def split(self, pixels: object) -> list[object]:
+        return [[1], *(ScriptedChunk() for _ in range(self.n_chunks))]
+
+    def encode(self, chunk: object, between: Callable[[], bool]) -> Any:
+        while True:
+            self.n_slices += 1
+            self.said.append(f"slice {self.n_slices}")
+            self.began.put(self.n_slices)
+            end = self.ends.get(timeout=WAIT_S)
+            if isinstance(end, Exception):
+                raise end
+            if end:
+                return np.zeros((N_ROWS, 4), np.float32)
+            self.said.append("end of a slice")
+            if not between():
+                raise EncodeCancelledError("scripted")
+
+
+class Scene:
+    """An encoder over a scripted projector, and what it posts."""
+
+    def __init__(self, **options: Any) -> None:
+        self.projector = projector = ScriptedProjector()
+
+        class Encoder(LlamaImageEncoder):
+            def _open(self) -> Any:
+                return projector
+
+        class CpuModel:
+            is_on_gpu = False
+
+        self.encoder = Encoder(cast(Model, CpuModel()), "mmproj.gguf", EngineConfig(**options))
+        self.posted: SimpleQueue[MediaEncoded] = SimpleQueue()
+        self.encoder.start(self.posted.put)
+
+    def encode(self, name: bytes, *ordinals: int) -> None:
+        self.encoder.encode(MediaInput(name, b"\0" * 12, 2, 2, len(ordinals)), ordinals)
+
+    def heard(self) -> MediaEncoded:
+        return self.posted.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.projector.ends.put(True)
+    made.encoder.close()
+    assert made.projector.said[-1] == "closed"
+
+
+def test_a_decode_waits_for_the_end_of_a_slice_and_no_slice_begins_while_it_runs(
+    scene: Scene,
+) -> None:
+    projector, said = scene.projector, scene.projector.said
+    decodes, may_end = threading.Event(), threading.Event()
+
+    def decode() -> None:
+        scene.encoder.pause()
+        said.append("decode")
+        decodes.set()
+        assert may_end.wait(WAIT_S)
+        said.append("end of a decode")
+        scene.encoder.resume()
+
+    scene.encode(b"a", 0)
+    projector.began.get(timeout=WAIT_S)
+    thread = threading.Thread(target=decode)
+    thread.start()
+    while not scene.encoder._is_decoding:  # it waits for the slice
+        pass
+    projector.ends.put(False)
+    assert decodes.wait(WAIT_S)
+    may_end.set()
+    thread.join(WAIT_S)
+    projector.began.get(timeout=WAIT_S)
+    projector.ends.put(True)
+    assert scene.heard().error is None
+    assert said == ["slice 1", "end of a slice", "decode", "end of a decode", "slice 2"]
+
+
+def test_a_decode_without_an_image_waits_for_nothing(scene: Scene) -> None:
+    for _ in range(3):
+        scene.encoder.pause()
+        scene.encoder.resume()
+
+
+def test_a_cancelled_image_ends_within_a_slice_and_the_next_one_is_encoded(scene: Scene) -> None:
+    scene.encode(b"a", 0)
+    scene.encode(b"b", 0)
+    scene.projector.began.get(timeout=WAIT_S)
+    scene.encoder.cancel(b"a")
+    scene.projector.ends.put(False)
+    scene.projector.began.get(timeout=WAIT_S)
+    scene.projector.ends.put(True)
+    assert scene.heard().digest == b"b"
+
+
+def test_an_image_that_is_cancelled_and_wanted_again_is_encoded(scene: Scene) -> None:
+    scene.encode(b"a", 0)
+    scene.projector.began.get(timeout=WAIT_S)
+    scene.encoder.cancel(b"a")
+    scene.encode(b"a", 0)
+    for _ in range(2):  # the first encode may go on, or have been cancelled
+        scene.projector.ends.put(True)
+    assert scene.heard().digest == b"a"
+
+
+def test_a_failure_is_reported_for_every_chunk_that_is_left_and_is_not_remembered(
+    scene: Scene,
+) -> None:
+    scene.projector.n_chunks = 3
+    scene.encode(b"a", 0, 1, 2)
+    scene.projector.ends.put(True)
+    scene.projector.ends.put(LlamaCallError("mtmd_batch_encode", 1, "scripted"))
+    heard = [scene.heard() for _ in range(3)]
+    assert [(one.ordinal, one.error is None) for one in heard] == [
+        (0, True),
+        (1, False),
+        (2, False),
+    ]
+    scene.encode(b"a", 1)
+    scene.projector.ends.put(True)
+    assert scene.heard().error is None
+
+
+def test_chunks_of_too_few_rows_are_rejected_by_name(scene: Scene) -> None:
+    scene.projector.n_rows = MIN_ROWS - 1
+    with pytest.raises(InvalidRequestError, match="4 rows"):
+        scene.encoder.layout(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("target_itl_ms", "decode_s", "turn_s"),
+    [(None, 0.02, 0.02), (100, 0.02, 0.06), (100, 0.2, 0.01)],
+    ids=["as long as the decode", "what the target leaves", "a tenth of the target"],
+)
+def test_the_turn_of_an_encode_behind_a_decode(
+    target_itl_ms: float | None, decode_s: float, turn_s: float
+) -> None:
+    scene = Scene(target_itl_ms=target_itl_ms)
+    assert scene.encoder._turn_s(decode_s) == pytest.approx(turn_s)
+    scene.encoder.close()
