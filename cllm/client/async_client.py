@@ -250,7 +250,7 @@ def _several(urls: Sequence[str]) -> list[str]:
 def _prompt_of(call: RequestCall) -> dict[str, Any]:
     """Return the fields of a body with the prompt."""
     prompt = call.prompt
-    if isinstance(prompt, MixedPrompt):
+    if isinstance(prompt, MixedPrompt) or (isinstance(prompt, ChatPrompt) and prompt.marks):
         raise InvalidRequestError(
             "prompt", "images", "text or token ids: a server takes no images yet"
         )

@@ -162,6 +162,69 @@ async def test_a_request_that_leaves_while_its_image_is_encoded_disturbs_nothing
         assert await engine.audit() == []
 
 
+# --- Chats ---------------------------------------------------------------------------------------
+PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def said(*parts: str | Image, role: str = "user") -> list[dict[str, Any]]:
+    """One message with these texts and images."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        for part in parts
+    ]
+    return [{"role": role, "content": content}]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
+async def test_an_image_in_a_message_is_where_the_template_puts_the_message(name: str) -> None:
+    async with engine_of(name, chat_template=PLAIN) as engine:
+        (expected,) = await answers(engine, [question(1)])
+        messages = said(*question(1))
+        answer = await engine.chat(messages, **GREEDY)
+        assert answer.prompt_token_ids == expected.prompt_token_ids
+        assert answer.token_ids == expected.token_ids
+        rendered = await engine.render_chat(messages)
+        assert rendered.text == "look: <image> what?"
+        assert rendered.token_ids == expected.prompt_token_ids
+        two = await engine.render_chat(said("a", "b", image(1), image(2), "c", "d"))
+        assert two.text == "a\nb<image><image>c\nd"
+
+
+@pytest.mark.anyio
+async def test_a_suspended_chat_about_an_image_continues_from_a_file(tmp_path: Path) -> None:
+    async with engine_of("qwen2vl", chat_template=PLAIN) as engine:
+        expected = await engine.chat(said(*question(1)), **GREEDY)
+        async with engine.stream_chat(said(*question(1)), **GREEDY) as stream:
+            await anext(stream)
+            saved = await stream.suspend()
+        saved.save(tmp_path / "saved")
+        loaded = SavedGeneration.load(tmp_path / "saved")
+        async with engine.resume(loaded) as resumed:
+            assert (await resumed.completion()).token_ids == expected.token_ids
+
+
+@pytest.mark.anyio
+async def test_images_that_a_chat_cannot_show_are_rejected() -> None:
+    twice = PLAIN + PLAIN
+    for template in ("none of it", twice):
+        async with engine_of("qwen2vl", chat_template="{{ '' }}" + template) as engine:
+            with pytest.raises(InvalidRequestError, match="does not show each image once"):
+                await engine.chat(said(image(1)), **GREEDY)
+    async with engine_of("qwen2vl", chat_template=PLAIN) as engine:
+        for messages, words in (
+            (said(image(1), role="system"), "of the user"),
+            (
+                [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}],
+                "a cllm.Image",
+            ),
+        ):
+            with pytest.raises(InvalidRequestError, match=words):
+                await engine.chat(messages, **GREEDY)
+
+
 # --- What is rejected ----------------------------------------------------------------------------
 def file_of(kind: str, **options: Any) -> bytes:
     """The bytes of a file with an image."""

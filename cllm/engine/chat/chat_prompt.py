@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cllm.checks import INT32_MAX, check_bool, check_int
+from cllm.engine.chat.image_marks import ImageMarks
 from cllm.engine.chat.message_checks import check_messages, check_tools
 from cllm.errors import InvalidRequestError
 
@@ -38,6 +39,8 @@ class ChatPrompt:
         JSON text of the schema for an answer that is not a call.
     template_kwargs : mapping
         Additional variables for the template.
+    marks : ImageMarks or None
+        Images of the messages; None without any.
     """
 
     messages: list[dict[str, Any]]
@@ -50,6 +53,7 @@ class ChatPrompt:
     reasoning_budget: int | None
     template_kwargs: Mapping[str, Any]
     json_schema: str | None = None
+    marks: ImageMarks | None = None
 
     @classmethod
     def of(
@@ -78,7 +82,8 @@ class ChatPrompt:
         if reasoning_effort is not None and reasoning_effort not in EFFORTS:
             limit = f"one of {', '.join(EFFORTS)}"
             raise error("reasoning_effort", reasoning_effort, limit)
-        chat, offered = check_messages(messages), check_tools(tools)
+        marks = ImageMarks()
+        chat, offered = check_messages(messages, marks), check_tools(tools)
         continues = check_bool("continue_final_message", continue_final_message, error)
         if continues:
             _check_continued(chat)
@@ -93,6 +98,7 @@ class ChatPrompt:
             reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
             reasoning_budget=_checked_budget(reasoning_budget),
             template_kwargs=dict(template_kwargs or {}),
+            marks=marks if marks.images else None,
         )
 
 

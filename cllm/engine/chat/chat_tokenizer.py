@@ -126,6 +126,13 @@ class ChatTokenizer:
             tokens.insert(0, vocabulary.bos)
         return tokens
 
+    def tokenize_inside(self, pieces: Sequence[Piece]) -> list[int]:
+        """Return the tokens of pieces behind an image."""
+        vocabulary, tokens = self._vocabulary, list[int]()
+        for piece in pieces:
+            tokens += vocabulary.tokenize_inside(piece.text, parse_special=piece.is_template)
+        return tokens
+
     @cached_property
     def _plain(self) -> _KnownTemplate:
         if self._source is None:

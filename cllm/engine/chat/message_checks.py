@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cllm.checks import MAX_CHAT_BYTES, encode_text
+from cllm.engine.chat.image_marks import ImageMarks, image_of, text_of_parts
 from cllm.engine.chat.readable import TEXTS, parts_as_text, words_of
 from cllm.errors import InvalidRequestError, TooMuchTextError
 
@@ -24,11 +25,16 @@ BYTES_PER_VALUE = 4
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-def check_messages(messages: object) -> list[dict[str, Any]]:
+def check_messages(messages: object, marks: ImageMarks | None = None) -> list[dict[str, Any]]:
     """Return a checked copy of OpenAI-style messages, as plain dicts, lists and scalars for a template.
 
     The text parts of a content become one string, one line each.  Arguments of tool calls become a
     mapping if they are a JSON object.
+
+    Parameters
+    ----------
+    marks : ImageMarks, optional
+        Takes the images in messages of the user, which become marks in the text.  None: they are rejected.
 
     Raises
     ------
@@ -39,7 +45,9 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     if not 1 <= len(sequence) <= MAX_MESSAGES:
         raise InvalidRequestError("messages", f"{len(sequence)} messages", f"1 to {MAX_MESSAGES}")
     copier = Copier("messages")
-    copied = [_message(f"messages[{i}]", message, copier) for i, message in enumerate(sequence)]
+    copied = [
+        _message(f"messages[{i}]", message, copier, marks) for i, message in enumerate(sequence)
+    ]
     _check_ids(copied)
     return copied
 
@@ -183,10 +191,10 @@ def _sequence(field: str, value: object) -> Sequence[object]:
     return value
 
 
-def _message(field: str, value: object, copier: Copier) -> dict[str, Any]:
+def _message(field: str, value: object, copier: Copier, marks: ImageMarks | None) -> dict[str, Any]:
     if isinstance(value, Mapping) and value.get("role") in ROLES:
         # The content becomes text before it is counted: an image in a result may have megabytes.
-        value = {**value, "content": _content(f"{field}.content", value)}
+        value = {**value, "content": _content(f"{field}.content", value, marks)}
     message = copier.mapping(field, value)
     role = message.get("role")
     if role not in ROLES:
@@ -198,7 +206,7 @@ def _message(field: str, value: object, copier: Copier) -> dict[str, Any]:
     return message
 
 
-def _content(field: str, message: Mapping[str, Any]) -> str | None:
+def _content(field: str, message: Mapping[str, Any], marks: ImageMarks | None) -> str | None:
     """Return the content as text; None if an assistant's message has calls or a thought alone."""
     role, content = message["role"], message.get("content")
     if role in RESULTS:
@@ -209,6 +217,8 @@ def _content(field: str, message: Mapping[str, Any]) -> str | None:
         has_others = any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS))
         return None if has_others else ""
     if isinstance(content, Sequence) and not isinstance(content, str | bytes | bytearray):
+        if role == "user" and marks is not None and any(map(image_of, content)):
+            return _content_with_images(field, content, marks)
         text, wrong = parts_as_text(content)
         if wrong is not None:
             raise _wrong_part(f"{field}[{wrong}]", content[wrong])
@@ -218,12 +228,25 @@ def _content(field: str, message: Mapping[str, Any]) -> str | None:
     return content
 
 
+def _content_with_images(field: str, content: Sequence[object], marks: ImageMarks) -> str:
+    texts = []
+    for i, part in enumerate(content):
+        if image_of(part) is None:
+            text, wrong = parts_as_text([part])
+            if wrong is not None:
+                raise _wrong_part(f"{field}[{i}]", part)
+            texts.append(text)
+    return text_of_parts(content, marks, texts)
+
+
 def _wrong_part(field: str, part: Any) -> InvalidRequestError:
     if not isinstance(part, Mapping):
         return InvalidRequestError(field, part, "a mapping")
     kind = part.get("type")
     if isinstance(kind, str) and kind in TEXTS:
         return InvalidRequestError(f"{field}.{TEXTS[kind]}", part.get(TEXTS[kind]), "a string")
+    if kind == "image" and "image" in part:
+        return InvalidRequestError(f"{field}.image", part["image"], "a cllm.Image, of the user")
     return InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
 
 

@@ -199,9 +199,9 @@ class InputProcessor:
             draft.tokens, draft.answer = continuation.prompt_token_ids, continuation.answer
             draft.media = continuation.media
             if isinstance(call.prompt, ChatPrompt) and draft.answer is None:
-                _, draft.answer = await self.texts.chat_tokens(call.prompt)
+                draft.answer = await self.texts.answer_format(call.prompt)
         elif isinstance(call.prompt, ChatPrompt):
-            draft.tokens, draft.answer = await self.texts.chat_tokens(call.prompt)
+            draft.tokens, draft.media, draft.answer = await self.texts.chat_tokens(call.prompt)
         else:
             tokens, draft.media = await self.texts.tokens(
                 call.prompt, parse_special=call.parse_special

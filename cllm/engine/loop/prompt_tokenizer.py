@@ -203,24 +203,48 @@ class PromptTokenizer:
         return self._names
 
     # --- Chats -------------------------------------------------------------------------------
-    async def chat_tokens(self, prompt: ChatPrompt) -> tuple[tuple[int, ...], AnswerFormat | None]:
-        """Return the tokens of a chat, and how an answer to it is read."""
+    async def chat_tokens(
+        self, prompt: ChatPrompt
+    ) -> tuple[tuple[int, ...], tuple[MediaInput, ...], AnswerFormat | None]:
+        """Return the tokens of a chat with the rows of its images, the images, and how an answer is read."""
         chat = self._chat
         rendered = await self.worker.run(lambda: chat.render(prompt))
-        return await self._piece_tokens(rendered.pieces), rendered.answer
+        tokens, media = await self._piece_tokens(prompt, rendered.pieces)
+        return tokens, media, rendered.answer
 
-    async def _piece_tokens(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    async def answer_format(self, prompt: ChatPrompt) -> AnswerFormat | None:
+        """Return how an answer to a chat is read."""
+        chat = self._chat
+        return (await self.worker.run(lambda: chat.render(prompt))).answer
+
+    async def _piece_tokens(
+        self, prompt: ChatPrompt, pieces: Sequence[Piece]
+    ) -> tuple[tuple[int, ...], tuple[MediaInput, ...]]:
         check_lengths([piece.text for piece in pieces], self._model().n_ctx, "messages")
         self.vocabulary()
         chat = self._chat
-        return tuple(await self.worker.run(lambda: chat.tokenize(pieces)))
+        if prompt.marks is None:
+            return tuple(await self.worker.run(lambda: chat.tokenize(pieces))), ()
+        first, *others = prompt.marks.cut(pieces)
+        assert isinstance(first, list)
+        tokens = await self.worker.run(partial(chat.tokenize, first))
+        media = list[MediaInput]()
+        for part in others:
+            if isinstance(part, Image):
+                image = await self.images.read(part)
+                tokens += image.tokens
+                media.append(image.media)
+            else:
+                tokens += await self.worker.run(partial(chat.tokenize_inside, part))
+        return tuple(tokens), tuple(media)
 
     async def render_chat(self, prompt: ChatPrompt) -> RenderedPrompt:
         """See `Engine.render_chat`."""
         chat = self._chat
         rendered = await self.worker.run(lambda: chat.render(prompt))
         text = "".join(piece.text for piece in rendered.pieces)
-        return RenderedPrompt(text, await self._piece_tokens(rendered.pieces))
+        tokens, _ = await self._piece_tokens(prompt, rendered.pieces)
+        return RenderedPrompt(text if prompt.marks is None else prompt.marks.shown(text), tokens)
 
     async def template_abilities(self) -> TemplateAbilities | None:
         """See `Engine.template_abilities`."""

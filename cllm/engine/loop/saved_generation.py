@@ -220,8 +220,8 @@ def _media_of(plain: list[dict[str, Any]], data: bytes) -> tuple[tuple[MediaInpu
 def _plain_prompt(prompt: str | tuple[int, ...] | MixedPrompt | ChatPrompt) -> dict[str, Any]:
     if isinstance(prompt, MixedPrompt):  # its images are in `media`
         return {"parts": [part if isinstance(part, str) else None for part in prompt.parts]}
-    if isinstance(prompt, ChatPrompt):
-        return {"chat": as_plain(prompt)}
+    if isinstance(prompt, ChatPrompt):  # its images are in `media`
+        return {"chat": as_plain(replace(prompt, marks=None))}
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
 
 
