@@ -68,6 +68,11 @@ def row_ids(content: bytes, n_rows: int, n_positions: int) -> tuple[int, ...]:
     return tuple((-1 - words).tolist())
 
 
+def chunk_content(digest: bytes, ordinal: int) -> bytes:
+    """Return the `content` of `row_ids` for one chunk of an image: its digest, and its number from 0."""
+    return digest + ordinal.to_bytes(4, "little")
+
+
 class Spans:
     """The media chunks in a list of tokens, in order.
 

@@ -1,15 +1,20 @@
-"""Embeddings of a fake encoder: the numbers of the rows of an image, as `FakeDecoder` reads them back."""
+"""FakeImageEncoder: images without a projector.
+
+The embeddings of an image are the numbers of its rows, as `FakeDecoder` reads them back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.media_rows import Spans
+from cllm.engine.core.commands import MediaEncoded
+from cllm.engine.media import MIN_ROWS, MediaInput, MediaPiece
+from cllm.engine.media_rows import Spans, chunk_content, row_ids
 
-N_EMBD = 3
+PATCH = 32  # pixels of a side of the square that becomes a row
 
 
 class FakeChunk:
@@ -45,3 +50,44 @@ def row_ids_of(rows: NDArray[np.float32]) -> tuple[int, ...]:
     """Return the numbers of rows from their embeddings."""
     halves = rows[:, :2].astype(np.int64)
     return tuple((-1 - (halves[:, 0] << 16 | halves[:, 1])).tolist())
+
+
+class FakeImageEncoder:
+    """An encoder that has encoded an image as soon as it is asked.
+
+    An image has a row for each 32 × 32 pixels, and at least 5.
+
+    Attributes
+    ----------
+    n_encoded : int
+        Number of images that were encoded; those that were shared do not count.
+    """
+
+    def __init__(self) -> None:
+        self.n_encoded: int = 0
+        self._post: Callable[[MediaEncoded], object] = lambda encoded: None
+
+    def start(self, post: Callable[[MediaEncoded], object]) -> None:
+        """Call `post` with each image that is encoded from now on."""
+        self._post = post
+
+    def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
+        """Return the one chunk of an image of this size."""
+        n_rows = max(MIN_ROWS, -(-height // PATCH) * -(-width // PATCH))
+        return (MediaPiece(n_rows=n_rows, n_positions=n_rows),)
+
+    def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
+        """Answer with the image's rows."""
+        ((_, n_rows, n_positions, _),) = self.layout(media.height, media.width)
+        rows = row_ids(chunk_content(media.digest, 0), n_rows, n_positions)
+        self.n_encoded += 1
+        self._post(MediaEncoded(media.digest, 0, FakeChunk(rows)))
+
+    def cancel(self, digest: bytes) -> None:
+        """Do nothing: every image is encoded at once."""
+
+    def pause(self) -> None:
+        """Do nothing: an encode takes no time."""
+
+    def resume(self) -> None:
+        """Do nothing: an encode takes no time."""

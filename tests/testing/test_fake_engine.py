@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import anyio.lowlevel
+import numpy as np
 import pytest
 
 import cllm
@@ -38,6 +39,22 @@ async def test_the_last_question_of_a_chat_is_answered(anyio_backend: str) -> No
             {"role": "user", "content": "2+2"},
         ]
         assert (await engine.chat(messages)).text == "4"
+
+
+async def test_images_are_counted_shared_and_named_in_the_prompt(anyio_backend: str) -> None:
+    cat = cllm.Image(np.zeros((64, 96, 3), np.uint8))
+    dog = cllm.Image(np.ones((64, 96, 3), np.uint8))
+    async with FakeEngine({"a<image>b": "a cat", "<image> and <image>?": "two"}) as engine:
+        assert engine.model.modalities == ("text", "image")
+        first = await engine.generate(["a", cat, "b"])
+        assert (first.text, first.usage.n_image_tokens) == ("a cat", 6)
+        assert (await engine.generate(["a", cat, "b"])).usage.n_cached == 1 + 6
+        assert engine.images.n_encoded == 1
+        parts = [{"type": "image", "image": image} for image in (cat, dog)]
+        parts.insert(1, {"type": "text", "text": " and "})
+        parts.append({"type": "text", "text": "?"})
+        assert (await engine.chat([{"role": "user", "content": parts}])).text == "two"
+        assert await engine.audit() == []
 
 
 async def test_another_chat_template_is_rendered_and_its_calls_are_found(

@@ -16,7 +16,7 @@ from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.core.commands import ImageLayout, LayoutImage
 from cllm.engine.image import Image, check_n_bytes
 from cllm.engine.media import MediaInput
-from cllm.engine.media_rows import row_ids
+from cllm.engine.media_rows import chunk_content, row_ids
 from cllm.errors import InvalidRequestError, MissingExtraError
 
 DECODE_S = 20.0
@@ -75,7 +75,7 @@ class ImageReader:
         for piece in layout.pieces:
             tokens += piece.tokens
             if piece.n_rows:
-                content = digest + ordinal.to_bytes(4, "little")
+                content = chunk_content(digest, ordinal)
                 tokens += row_ids(content, piece.n_rows, piece.n_positions)
                 ordinal += 1
         is_causal = all(chunk.is_causal for chunk in chunks)
