@@ -26,6 +26,7 @@ from cllm import (
     EngineConfig,
     FinishReason,
     GenerationError,
+    Image,
     RequestError,
     SamplingParams,
     TokenStream,
@@ -50,12 +51,13 @@ STANDARD_INPUT = "-"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How prompts are read and outputs printed."""
+    """How prompts are read and outputs printed; the images stand before each prompt."""
 
     as_chat: bool
     as_json: bool
     has_headings: bool
     has_progress_bar: bool
+    images: tuple[Image, ...] = ()
 
 
 class Submitted:
@@ -176,9 +178,12 @@ class PromptRun:
         self._show_progress()
 
     def _stream(self, prompt: str) -> TokenStream:
+        images = self._form.images
         if self._form.as_chat:
-            return self._engine.stream_chat([{"role": "user", "content": prompt}], self._params)
-        return self._engine.stream(prompt, self._params)
+            parts = [{"type": "image", "image": image} for image in images]
+            content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
+            return self._engine.stream_chat([{"role": "user", "content": content}], self._params)
+        return self._engine.stream([*images, prompt] if images else prompt, self._params)
 
     async def _print_all(self, receive: MemoryObjectReceiveStream[Submitted]) -> bool:
         is_right = True
@@ -265,6 +270,10 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Use the chat template: each prompt is a user message.")
     ] = False,
+    image: Annotated[
+        list[str],
+        typer.Option(metavar="FILE", help="Image before each prompt, in order; needs --mmproj."),
+    ] = [],  # noqa: B006  # typer copies it
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with usage and timings.")
     ] = False,
@@ -278,5 +287,6 @@ def generate(
         has_headings=are_several and is_screen and not as_json,
         # Growing outputs show progress too, and a bar on the same screen would overwrite them.
         has_progress_bar=are_several and not is_screen,
+        images=tuple(map(Image, image)),
     )
     return run(_generate, prompts, engine.config(), sampling.params(), form)

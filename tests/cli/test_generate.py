@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import numpy as np
 import pytest
+from PIL import Image as Pillow
 
 from cllm import Engine, EngineConfig, SamplingParams, TokenDelta, TokenStream
 from cllm.cli import generate as generate_module
@@ -20,6 +22,8 @@ from cllm.cli.options import EngineFlags, SamplingFlags
 from cllm.cli.terminal import StandardOutput, visible
 from tests.cli.children import CLLM, CTRL_C, ENDLESS, ROOT, Terminal, run_cllm, start_cllm
 from tests.conftest import QUIET, submitted_together
+from tools import make_model, make_projector
+from tools.make_projector import PROJECTORS
 
 GREEDY = ("--temperature", "0")
 PLAIN = Form(as_chat=False, as_json=False, has_headings=False, has_progress_bar=False)
@@ -30,6 +34,23 @@ FIVE = "5 6 7 8"
 def test_one_prompt_prints_its_output_and_nothing_else() -> None:
     done = run_cllm("generate", "repeat:你好 🙂", *GREEDY)
     assert (done.returncode, done.stdout, done.stderr) == (0, "你好 🙂\n", "")
+
+
+@pytest.mark.parametrize("form", [(), ("--chat", "--chat-template", "{{ messages[0].content }}")])
+def test_images_stand_before_each_prompt(form: tuple[str, ...], tmp_path: Path) -> None:
+    model = make_model.ensure(PROJECTORS["qwen2vl"].text_model)
+    mmproj = make_projector.ensure("qwen2vl")
+    files = [tmp_path / f"{n}.png" for n in range(2)]
+    for n, file in enumerate(files):
+        Pillow.fromarray(np.full((64, 64, 3), 80 * n, np.uint8)).save(file)
+    options = ["-m", str(model), "--mmproj", str(mmproj), "-c", "512", "-n", "4", "--json", *form]
+    images = [argument for file in files for argument in ("--image", str(file))]
+    done = run_cllm("generate", *options, *images, "a", "b", *GREEDY)
+    assert done.returncode == 0, done.stderr
+    usages = [json.loads(line)["usage"] for line in done.stdout.splitlines()]
+    assert [usage["n_image_tokens"] for usage in usages] == [32, 32]
+    none = run_cllm("generate", *options, "--image", str(tmp_path / "none.png"), "a", *GREEDY)
+    assert (none.returncode, "none.png" in none.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
