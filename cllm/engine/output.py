@@ -205,6 +205,9 @@ class Completion:
 
     Attributes
     ----------
+    prompt_token_ids : tuple of int
+        Tokens of the prompt.  Each row of an image is a negative number, which no other request takes as a
+        token.
     logprobs : tuple of TokenLogprob or None
         One for each of `token_ids`; None unless requested.
     prompt_logprobs : tuple or None

@@ -79,6 +79,17 @@ async def test_an_image_is_computed_once_and_answers_depend_on_it(case: str) -> 
 
 
 @pytest.mark.anyio
+@on_either_loop("name", [name for name in PROJECTORS if name != "gemma3"])
+async def test_an_image_that_is_decoded_in_pieces_gives_the_same_answer(name: str) -> None:
+    async with engine_of(name) as engine:
+        expected = await answers(engine, [question(1)])
+    async with engine_of(name, n_batch=16, n_seq_max=4) as engine:
+        found = await answers(engine, [question(1)])
+        assert engine.statistics().n_ticks > expected[0].usage.n_prompt // 16
+    assert found[0].token_ids == expected[0].token_ids
+
+
+@pytest.mark.anyio
 @on_either_loop("name", PROJECTORS)
 async def test_images_of_requests_at_once_give_the_answers_of_each_alone(name: str) -> None:
     prompts: list[Sequence[str | Image]] = [

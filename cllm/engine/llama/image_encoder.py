@@ -85,6 +85,7 @@ class LlamaImageEncoder:
         self._present: bytes | None = None  # the digest of the image under way
         self._cancelled: set[bytes] = set()
         self._is_stopping = self._is_decoding = self._is_in_slice = False
+        self._is_cancelled = False  # the image under way
         self._decode_began = self._turn_until = 0.0
         self._post: Callable[[MediaEncoded], object] = lambda encoded: None
         self._projector: Projector | None = None
@@ -226,7 +227,7 @@ class LlamaImageEncoder:
             if self._is_stopping:
                 return None
             job = self._jobs.popleft()
-            self._present = job[0].digest
+            self._present, self._is_cancelled = job[0].digest, False
             return job
 
     def _encode(self, projector: Projector, media: MediaInput, ordinals: tuple[int, ...]) -> None:
@@ -243,10 +244,9 @@ class LlamaImageEncoder:
                     raise LlamaCallError("mtmd_batch_encode", 0, "the embeddings are not finite")
                 left.pop(0)
                 self._post(MediaEncoded(media.digest, ordinal, EncodedRows(rows, chunk.rows_at)))
-        except EncodeCancelledError:
-            pass
         except Exception as error:
-            for ordinal in left:
+            # A cancelled image may be wanted again: its next job is in the queue then.
+            for ordinal in () if self._is_cancelled else left:
                 self._post(MediaEncoded(media.digest, ordinal, error=error))
         finally:
             for chunk in chunks:
@@ -284,7 +284,8 @@ class LlamaImageEncoder:
             while self._is_decoding and not self._is_stopping:
                 self._changed.wait()
             self._is_in_slice = True
-            return not self._is_stopping and self._present not in self._cancelled
+            self._is_cancelled = self._is_stopping or self._present in self._cancelled
+            return not self._is_cancelled
 
 
 def _piece_of(piece: ChunkShape | list[int]) -> MediaPiece:

@@ -179,6 +179,13 @@ def test_a_failure_is_reported_for_every_chunk_that_is_left_and_is_not_remembere
     assert scene.heard().error is None
 
 
+def test_an_encode_that_ends_without_being_cancelled_is_a_failure(scene: Scene) -> None:
+    """So that no request waits for it."""
+    scene.encode(b"a", 0)
+    scene.projector.ends.put(EncodeCancelledError("a signal"))
+    assert isinstance(scene.heard().error, EncodeCancelledError)
+
+
 def test_chunks_of_too_few_rows_are_rejected_by_name(scene: Scene) -> None:
     scene.projector.n_rows = MIN_ROWS - 1
     with pytest.raises(InvalidRequestError, match="4 rows"):
