@@ -308,6 +308,25 @@ async def test_a_projector_of_another_model_is_rejected_at_load() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_projector_that_aborts_at_its_first_image_is_rejected_by_the_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml has no operation for an F16 tensor in this place, and llama.cpp loads the file."""
+    tensors = make_projector._tensors
+    wrong = "v.position_embd.weight"
+    monkeypatch.setattr(
+        make_projector, "_tensors",
+        lambda *args: {n: v.astype("f2") if n == wrong else v for n, v in tensors(*args).items()},
+    )  # fmt: skip
+    path = tmp_path / "mmproj.gguf"
+    make_projector._write(path, PROJECTORS["gemma3"])
+    model = make_model.ensure(PROJECTORS["gemma3"].text_model)
+    with pytest.raises(ModelLoadError, match="the process that tried it ended"):
+        async with Engine(model, mmproj=path, n_ctx=512, preflight=True, **QUIET):
+            pass
+
+
+@pytest.mark.anyio
 async def test_the_projector_beside_the_model_is_found(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.symlink_to(make_model.ensure(PROJECTORS["qwen2vl"].text_model))
