@@ -23,6 +23,7 @@ from cllm import (
     InvalidArgumentError,
     InvalidRequestError,
     ModelLoadError,
+    PromptTooLongError,
     SavedGeneration,
 )
 from tests.conftest import QUIET, on_either_loop
@@ -298,6 +299,34 @@ async def test_an_engine_without_a_projector_says_so() -> None:
         assert engine.model.modalities == ("text",)
         with pytest.raises(InvalidRequestError, match="no projector"):
             await engine.generate(question(1), **GREEDY)
+
+
+@pytest.mark.anyio
+async def test_a_saved_request_needs_a_projector_that_cuts_its_images_alike() -> None:
+    async with (
+        engine_of("qwen2vl") as engine,
+        engine.stream(question(1), **GREEDY) as stream,
+    ):
+        await anext(stream)
+        saved = await stream.suspend()
+    model = make_model.ensure(PROJECTORS["qwen2vl"].text_model)
+    async with Engine(model, n_ctx=1024, preflight=False, **QUIET) as engine:
+        with pytest.raises(InvalidRequestError, match="no projector"):
+            async with engine.resume(saved):
+                pass
+    async with engine_of("qwen2vl", image_max_tokens=9) as engine:
+        with pytest.raises(InvalidRequestError, match="this engine's projector"):
+            async with engine.resume(saved):
+                pass
+        (answer,) = await answers(engine, [question(1)])
+        assert answer.usage.n_image_tokens <= 9
+
+
+@pytest.mark.anyio
+async def test_a_prompt_with_more_images_than_the_context_holds_is_rejected_early() -> None:
+    async with engine_of("gemma3", n_ctx=64) as engine:
+        with pytest.raises(PromptTooLongError):
+            await engine.generate([image(n) for n in range(9)], **GREEDY)
 
 
 @pytest.mark.anyio

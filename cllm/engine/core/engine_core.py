@@ -274,12 +274,13 @@ class EngineCore:
 
     def _tick_media(self, media: MediaStore, chunks: list[Chunk]) -> None:
         """Decode rows of one image after the chunks of this tick."""
-        started = self._clock()
-        at_image = [
-            s
-            for s in self.recovery.restrict(self.queue.running)
-            if s.is_ready and s.media_index is not None and media.next_chunk(s) is not None
-        ]
+        started, at_image = self._clock(), list[Sequence]()
+        for sequence in self.recovery.restrict(self.queue.running):
+            if sequence.is_ready and sequence.media_index is not None:
+                if media.next_chunk(sequence) is not None:
+                    at_image.append(sequence)
+                else:  # others may have its seq_id while its image is encoded
+                    self.queue.preempt(sequence, keep=True)
         chunk = self.turns.plan_media(at_image, chunks, self._n_rows_max, started)
         if chunk is not None:
             self._step([chunk], started)

@@ -21,7 +21,7 @@ from cllm.engine.core.checkpoints import (
     next_checkpoint,
 )
 from cllm.engine.core.decoder import CacheMemory
-from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.kv_cache import KVCache, Slot
 from cllm.engine.core.prefix_cache import Match
 from cllm.engine.core.prefix_tiers import PrefixStore, PrefixTiers, SavedPrefix
 from cllm.engine.core.saved_states import MIN_SAVED, SavedStates
@@ -350,11 +350,22 @@ class KVCacheManager:
         """
         slot = sequence.placement.slot
         assert slot is not None
+        self._ends_between_chunks(slot)
         is_own = self._kv_cache.n_own(slot) >= MIN_OWN_SHARE * slot.n_computed
         can_return = self.cells.can_truncate and is_own
         if can_return and self.saved.is_worth(slot.n_computed, recompute_s):
             self.saved.save(sequence, slot)
         self.leave(sequence, keep=keep and sequence.placement.swapped is None)
+
+    def _ends_between_chunks(self, slot: Slot) -> bool:
+        """Remove part of an image at the end of a slot if possible; return False if it is left.
+
+        Also False if the slot is empty: there is nothing to save.
+        """
+        n_whole = slot.spans.floor(slot.n_computed)
+        if n_whole < slot.n_computed and self.cells.can_truncate:
+            self.cells.truncate(slot, n_whole)
+        return 0 < slot.n_computed == n_whole
 
     def save(self, sequence: Sequence) -> SequenceState | None:
         """Return the state of a sequence that will continue elsewhere; None if it has none."""
@@ -362,7 +373,7 @@ class KVCacheManager:
         slot = placement.slot
         if placement.swapped is not None or slot is None:
             return placement.swapped
-        if not slot.n_computed or self.cells.fault is not None:
+        if not self._ends_between_chunks(slot) or self.cells.fault is not None:
             return None
         return self.saved.copy_of(slot, f"request {sequence.request_id}")
 

@@ -98,8 +98,9 @@ class NgramMatch:
         """Return the next `n` tokens after the match."""
         assert self.at is not None
         found = tokens[self.at : self.at + n]
-        # An image is repeated by nothing.
-        found = found[: next((i for i, token in enumerate(found) if token < 0), len(found))]
+        n_tokens = next((i for i, token in enumerate(found) if token < 0), len(found))
+        if n_tokens < len(found):  # no output repeats an image
+            return tuple(found[:n_tokens])
         # A match that overlaps its own end is a period.
         return tuple((found * (n // len(found) + 1))[:n])
 

@@ -116,7 +116,8 @@ def plan_media(
     Parameters
     ----------
     sequences : iterable of Sequence
-        Those whose next rows are of an image that is encoded; the most urgent one is served.
+        Those whose next rows are of an image that is encoded.  The most urgent one for which there is room is
+        served.
     n_free : int
         Number of free cells.
     n_rows : int
@@ -124,11 +125,11 @@ def plan_media(
     n_rows_max : int
         Rows of one decode at most.  An image that cannot be cut is decoded whole in any case.
     """
-    sequence = most_urgent(sequences, now)
+    sequence = most_urgent((s for s in sequences if s.n_whole <= n_free), now)
     if sequence is None:
         return None
     if sequence.n_whole:
-        return Chunk(sequence, sequence.n_whole) if sequence.n_whole <= n_free else None
+        return Chunk(sequence, sequence.n_whole)
     n_left = sequence.n_media_left
     n_tokens = min(n_left, max(n_rows, N_MEDIA_LEAST), n_rows_max, n_free)
     if n_left - n_tokens == 1 and n_tokens > 1:  # a row alone is computed by another method

@@ -36,8 +36,13 @@ from cllm.errors import (
 SLICE_NODES = 4
 # An encode gets at least this share of `target_itl_ms` behind a decode, and at most what the decode leaves.
 MIN_TURN_SHARE, MAX_TURN_SHARE = 0.1, 0.8
-# Images whose largest chunk is looked up at load: square, wide, tall, and as large as any.
-TRIAL_SIZES = ((64, 64), (1024, 1024), (512, 4096), (4096, 512), (4096, 4096))
+# Images whose largest chunk is looked up at load: small ones, and large ones of many shapes.
+LARGE = 4096
+TRIAL_SIZES = (
+    (64, 64),
+    *((LARGE, LARGE * n // 32) for n in range(4, 33)),
+    *((LARGE * n // 32, LARGE) for n in range(4, 32)),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +70,7 @@ class LlamaImageEncoder:
     Attributes
     ----------
     n_whole_max : int
-        Rows of the largest chunk that is decoded at once; 0 if all chunks can be cut.
+        Rows of the largest chunk that can be decoded at once: `n_ubatch`, or more if the projector needs more.
 
     Raises
     ------
@@ -97,8 +102,9 @@ class LlamaImageEncoder:
         if self._failure is not None:
             self._thread.join()
             raise self._failure
+        self.n_whole_max: int = MAX_ROWS
         try:
-            self.n_whole_max: int = self._find_n_whole_max()
+            self.n_whole_max = max(config.n_ubatch, self._find_n_whole_max())
         except BaseException:
             self.close()
             raise
@@ -131,7 +137,7 @@ class LlamaImageEncoder:
         except (InvalidArgumentError, LlamaCallError) as error:
             size = f"{width}×{height} pixels"
             raise InvalidRequestError("image", size, f"another size: {error}") from None
-        return tuple(map(_piece_of, pieces))
+        return tuple(_piece_of(piece, self.n_whole_max) for piece in pieces)
 
     def _find_n_whole_max(self) -> int:
         found = 0
@@ -288,11 +294,14 @@ class LlamaImageEncoder:
             return not self._is_cancelled
 
 
-def _piece_of(piece: ChunkShape | list[int]) -> MediaPiece:
+def _piece_of(piece: ChunkShape | list[int], n_whole_max: int) -> MediaPiece:
     if isinstance(piece, list):
         return MediaPiece(tokens=tuple(piece))
     n_rows, n_positions, is_causal = piece
     if not MIN_ROWS <= n_rows <= MAX_ROWS or not 1 <= n_positions <= n_rows:
         limit = f"one of {MIN_ROWS} to {MAX_ROWS} rows (image_min_tokens, image_max_tokens)"
+        raise InvalidRequestError("image", f"{n_rows} rows", limit)
+    if not is_causal and n_rows > n_whole_max:
+        limit = f"at most {n_whole_max} rows, which are decoded at once (n_ubatch)"
         raise InvalidRequestError("image", f"{n_rows} rows", limit)
     return MediaPiece((), n_rows, n_positions, is_causal)

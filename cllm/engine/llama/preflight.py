@@ -43,6 +43,7 @@ EXIT_S = 5.0  # for the process to end after its output was closed
 ORPHAN_S = 10  # added to the limit after which a process without a parent ends itself
 LOADED = b"\nloaded\n"  # output of the process when the model is loaded
 N_CTX = 512
+N_CTX_IMAGE = 4096  # room for a small image of every projector
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_WORDS = 300
 
@@ -198,7 +199,8 @@ def _is_embedded(config: EngineConfig) -> bool:
 
 def _settings_line(config: EngineConfig) -> bytes:
     """Return the settings for the child process, as one line of JSON: the same, but with a small context."""
-    small = dataclasses.replace(config, preflight=False, trace=None, n_ctx=N_CTX)
+    n_ctx = N_CTX if config.mmproj is None else N_CTX_IMAGE
+    small = dataclasses.replace(config, preflight=False, trace=None, n_ctx=n_ctx)
     return small.to_json().encode() + b"\n"
 
 

@@ -16,7 +16,7 @@ from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.core.commands import ImageLayout, LayoutImage
 from cllm.engine.image import Image, check_n_bytes
 from cllm.engine.media import MediaInput
-from cllm.engine.media_rows import chunk_content, row_ids
+from cllm.engine.media_rows import Spans, chunk_content, row_ids
 from cllm.errors import InvalidRequestError, MissingExtraError
 
 DECODE_S = 20.0
@@ -63,9 +63,14 @@ class ImageReader:
         """
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(N_AT_ONCE)
-        pixels = await anyio.to_thread.run_sync(
-            pixels_of, image, limiter=self._limiter, abandon_on_cancel=True
-        )
+        decoding = Decoding()
+        try:
+            pixels = await anyio.to_thread.run_sync(
+                decoding.pixels_of, image, limiter=self._limiter, abandon_on_cancel=True
+            )
+        except BaseException:
+            decoding.stop()
+            raise
         layout = await self._layout(LayoutImage(pixels.height, pixels.width))
         head = b"%d %d " % (pixels.height, pixels.width)
         digest = hashlib.sha256(head + pixels.data).digest()
@@ -82,6 +87,23 @@ class ImageReader:
         media = MediaInput(digest, pixels.data, pixels.height, pixels.width, len(chunks), is_causal)
         return PromptImage(tuple(tokens), media)
 
+    async def check(self, media: tuple[MediaInput, ...], tokens: tuple[int, ...]) -> None:
+        """Check that this engine cuts the images of a saved prompt into the same chunks.
+
+        Raises
+        ------
+        InvalidRequestError
+            It has no projector, another one, or other limits of rows.
+        """
+        chunks = []
+        for image in media:
+            layout = await self._layout(LayoutImage(image.height, image.width))
+            chunks += [piece[1:3] for piece in layout.pieces if piece.n_rows]
+        found = [(span.end - span.start, span.n_positions) for span in Spans.of(tokens)]
+        if found != chunks:
+            limit = "the rows of this engine's projector (image_min_tokens, image_max_tokens)"
+            raise InvalidRequestError("image", f"chunks of {found} rows and positions", limit)
+
     async def _layout(self, question: LayoutImage) -> ImageLayout:
         layout = self._layouts.pop(question, None)
         if layout is None:
@@ -92,50 +114,69 @@ class ImageReader:
         return layout
 
 
-def pixels_of(image: Image) -> Pixels:
-    """Return the pixels of an image, decoded in a process of its own.  Any thread; may take seconds.
+class Decoding:
+    """Decoding of one image."""
 
-    Raises
-    ------
-    InvalidRequestError
-        The file cannot be read or decoded.
-    MissingExtraError
-        Pillow is not installed.
-    """
-    source = image.source
-    if isinstance(source, Path):
-        try:
-            check_n_bytes(source.stat().st_size, InvalidRequestError)
-            source = source.read_bytes()
-        except OSError as error:
-            reason = f"a file that can be read: {error.strerror}"
-            raise InvalidRequestError("image", str(source), reason) from None
-    if not isinstance(source, bytes):
-        height, width = source.shape[:2]
-        return Pixels(height, width, source.tobytes())
-    command = child_command("cllm.engine.image_child", str(math.ceil(DECODE_S)))
-    size = f"{len(source)} bytes"
-    try:
-        done = subprocess.run(
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """End the process that decodes.  Any thread."""
+        self._is_stopped = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def pixels_of(self, image: Image) -> Pixels:
+        """Return the pixels of an image, decoded in a process of its own.  Any thread; may take seconds.
+
+        Raises
+        ------
+        InvalidRequestError
+            The file cannot be read or decoded.
+        MissingExtraError
+            Pillow is not installed.
+        """
+        source = image.source
+        if isinstance(source, Path):
+            try:
+                check_n_bytes(source.stat().st_size, InvalidRequestError)
+                source = source.read_bytes()
+            except OSError as error:
+                reason = f"a file that can be read: {error.strerror}"
+                raise InvalidRequestError("image", str(source), reason) from None
+        if not isinstance(source, bytes):
+            height, width = source.shape[:2]
+            return Pixels(height, width, source.tobytes())
+        command = child_command("cllm.engine.image_child", str(math.ceil(DECODE_S)))
+        size = f"{len(source)} bytes"
+        with subprocess.Popen(
             command,
-            input=source,
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             env=child_environment(),
             process_group=0,
-            timeout=DECODE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        limit = f"an image that is decoded within {DECODE_S:.0f} s"
-        raise InvalidRequestError("image", size, limit) from None
-    line, _, pixels = done.stdout.partition(b"\n")
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        limit = f"an intact image (the process that decodes it ended with {done.returncode})"
-        raise InvalidRequestError("image", size, limit) from None
-    if (missing := answer.get("missing")) is not None:
-        raise MissingExtraError(missing, name="PIL")
-    if (reason := answer.get("error")) is not None:
-        raise InvalidRequestError("image", answer.get("value", size), reason)
-    return Pixels(answer["height"], answer["width"], pixels)
+        ) as process:
+            self._process = process
+            try:
+                if self._is_stopped:  # checked last: `stop` may have been called meanwhile
+                    process.kill()
+                output, _ = process.communicate(source, timeout=DECODE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                limit = f"an image that is decoded within {DECODE_S:.0f} s"
+                raise InvalidRequestError("image", size, limit) from None
+            finally:
+                self._process = None
+        line, _, pixels = output.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            limit = f"an intact image (the process that decodes it ended with {process.returncode})"
+            raise InvalidRequestError("image", size, limit) from None
+        if (missing := answer.get("missing")) is not None:
+            raise MissingExtraError(missing, name="PIL")
+        if (reason := answer.get("error")) is not None:
+            raise InvalidRequestError("image", answer.get("value", size), reason)
+        return Pixels(answer["height"], answer["width"], pixels)

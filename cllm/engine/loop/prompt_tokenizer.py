@@ -32,7 +32,7 @@ from cllm.engine.request import ModelInfo, RenderedPrompt
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.engine.vocabulary import EngineVocabulary
-from cllm.errors import InvalidRequestError
+from cllm.errors import InvalidRequestError, PromptTooLongError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
@@ -95,11 +95,17 @@ class PromptTokenizer:
                 image = await self.images.read(part)
                 tokens += image.tokens
                 media.append(image.media)
+                self._check_room(tokens)
             else:
                 tokens += await self.worker.run(
                     partial(_part_tokens, vocabulary, part, parse_special, is_first=not number)
                 )
         return tuple(tokens), tuple(media)
+
+    def _check_room(self, tokens: list[int]) -> None:
+        """Reject a prompt before its other images are decoded."""
+        if len(tokens) > (n_ctx := self._model().n_ctx):
+            raise PromptTooLongError(len(tokens), n_ctx)
 
     async def _text_tokens(self, prompt: str, *, parse_special: bool = False) -> tuple[int, ...]:
         check_length(prompt, self._model().n_ctx)
@@ -234,6 +240,7 @@ class PromptTokenizer:
                 image = await self.images.read(part)
                 tokens += image.tokens
                 media.append(image.media)
+                self._check_room(tokens)
             else:
                 tokens += await self.worker.run(partial(chat.tokenize_inside, part))
         return tuple(tokens), tuple(media)

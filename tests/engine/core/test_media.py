@@ -163,3 +163,47 @@ def test_states_are_saved_behind_an_image_so_that_the_next_question_starts_there
     sim.run()
     assert sim.finished[second].completion.usage.n_cached == 40 + A_ROWS
     assert sim.outcome(second) == sim.alone(second)
+
+
+def test_a_running_request_whose_embeddings_are_gone_gives_up_its_seat_until_they_are_back() -> (
+    None
+):
+    sim = Simulator(n_ctx=64, n_batch=2, n_seq_max=2)
+    request_id = submit(sim, "xyzA", max_tokens=2)
+    sim.tick()  # encodes
+    sim.tick()  # admits, and computes two tokens
+    assert [s.n_computed for s in sim.core.queue.running] == [2]
+    assert sim.core._media is not None
+    sim.core._media._chunks.clear()
+    sim.core.tick()
+    assert not sim.core.queue.running
+    assert not sim.core.has_work  # it does not spin
+    sim.run()
+    assert sim.outcome(request_id) == sim.alone(request_id)
+
+
+def test_drafts_end_where_an_image_began() -> None:
+    sim = Simulator(n_ctx=128, n_batch=64, speculation="ngram")
+    request_id = submit(sim, "abcdefghijklAabcdefghijkl", max_tokens=8)
+    sim.run()
+    assert sim.core._speculation is not None
+    assert sim.outcome(request_id) == sim.alone(request_id)
+
+
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_request_that_is_suspended_inside_an_image_continues_before_it(
+    can_truncate: bool,
+) -> None:
+    sim = Simulator(n_ctx=64, n_batch=4, has_pos_min=can_truncate)
+    tokens, media = tokens_of("xC", 64)
+    first = sim.submit(tokens, media=media, max_tokens=2)
+    sim.tick(2)
+    (sequence,) = sim.core.queue.running
+    assert sequence.spans[0].start < sequence.n_computed < sequence.spans[0].end
+    sim.core.queue.cancel(first, saves_state=True)
+    sim.hear()
+    state = sim.finished[first].state
+    assert (state is None) or state.n_tokens == sequence.spans[0].start
+    second = sim.submit(tokens, media=media, state=state, max_tokens=2)
+    sim.run()
+    assert sim.outcome(second) == sim.alone(second)
