@@ -298,11 +298,13 @@ class EngineConfig:
         generates.
     mmproj : str or Path, optional
         The projector file with which the model takes images.  "auto": the file `mmproj*.gguf` in the folder of
-        the model, if there is one.  The images are encoded in a thread of their own: streams keep their pace.
+        the model, if there is one.  Images are encoded in a thread of their own, in turns with the decodes.
     mmproj_offload : bool
         Encode images on a GPU, if there is one.
-    image_min_tokens, image_max_tokens : int, optional
-        Limits of the rows of an image, for projectors that take any size; by default those of the file.
+    image_min_tokens : int, optional
+        Smallest number of rows of an image, for projectors that take any size; by default that of the file.
+    image_max_tokens : int, optional
+        Largest number of rows of an image, for projectors that take any size; by default that of the file.
     media_cache_bytes : int
         Host memory for embeddings of images that no request needs any more.
 

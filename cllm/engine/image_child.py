@@ -41,12 +41,12 @@ def decoded(data: bytes) -> tuple[int, int, bytes]:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_size(image.height, image.width)
         upright = ImageOps.exif_transpose(image)
-        if "transparency" in upright.info or "A" in upright.getbands():
+        if upright.mode.startswith("I;16"):  # 16 bits a pixel: `convert` would cut the values off
+            upright = upright.point(lambda value: value / 256).convert("L")
+        elif "transparency" in upright.info or "A" in upright.getbands():
             layer = upright.convert("RGBA")
             upright = Image.new("RGBA", layer.size, "white")
             upright.alpha_composite(layer)
-        elif upright.mode.startswith("I;16"):  # 16 bits a pixel: `convert` would cut the values off
-            upright = upright.point(lambda value: value / 256).convert("L")
         pixels = upright.convert("RGB")
         return pixels.height, pixels.width, pixels.tobytes()
 
@@ -67,7 +67,7 @@ def main(seconds: str) -> None:
     except InvalidRequestError as error:
         answer = {"error": error.limit, "value": error.value}
     except MemoryError:
-        answer = {"error": f"one that is decoded with {MEMORY_BYTES} bytes of memory"}
+        answer = {"error": f"an image that is decoded with {MEMORY_BYTES >> 20} MiB of memory"}
     except Exception as error:
         answer = {"error": f"an intact PNG, JPEG, WebP, BMP or GIF file ({type(error).__name__})"}
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + pixels)

@@ -152,10 +152,10 @@ class Spans:
         return self.position(n - 1) if n else None
 
     def n_rows(self, last_position: int | None, n_before: int) -> int:
-        """Return the number of whole chunks' and tokens' rows that end at this position at the latest.
+        """Return how many rows a sequence holds if llama.cpp reports this last position.
 
-        A chunk with M-RoPE has one time, so llama.cpp does not tell how many of its rows it holds: the
-        chunk counts if the sequence had it before, with `n_before` rows.
+        A partly held chunk counts as 0.  A chunk with M-RoPE has one time, so llama.cpp does not tell how
+        many of its rows it holds: it counts if the sequence had it before, with `n_before` rows.
         """
         if last_position is None:
             return 0

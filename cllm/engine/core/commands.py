@@ -133,7 +133,7 @@ class PrefixLoaded:
 
 @dataclass(frozen=True, slots=True)
 class MediaEncoded:
-    """A chunk of an image was encoded, or why not.  Sent by the encoder's thread.
+    """Embeddings of one chunk of an image, or the error that prevented them.  Sent by the encoder's thread.
 
     Attributes
     ----------

@@ -95,7 +95,7 @@ class MediaStore:
         self._fit()
 
     def request(self, sequences: Iterable[Sequence]) -> None:
-        """Encode what these waiting sequences will need; note on each whether it has to wait for that."""
+        """Encode what these waiting sequences will need, and set `awaits_media` on those that must wait."""
         if not self._users:
             return
         for sequence in sequences:

@@ -121,7 +121,7 @@ def plan_media(
     n_free : int
         Number of free cells.
     n_rows : int
-        Rows of an image that can be cut that are worth computing now.
+        Rows to compute now at most, of an image that can be cut.
     n_rows_max : int
         Rows of one decode at most.  An image that cannot be cut is decoded whole in any case.
     """

@@ -91,6 +91,7 @@ class LlamaImageEncoder:
         self._cancelled: set[bytes] = set()
         self._is_stopping = self._is_decoding = self._is_in_slice = False
         self._is_cancelled = False  # the image under way
+        self._wants_turn = False  # computes, and not only cuts and scales pixels
         self._decode_began = self._turn_until = 0.0
         self._post: Callable[[MediaEncoded], object] = lambda encoded: None
         self._projector: Projector | None = None
@@ -169,7 +170,7 @@ class LlamaImageEncoder:
         if self._on_gpu:
             return
         with self._changed:
-            while self._present is not None and (left := self._turn_until - time.monotonic()) > 0:
+            while self._wants_turn and (left := self._turn_until - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._is_decoding = True
             while self._is_in_slice:
@@ -177,10 +178,12 @@ class LlamaImageEncoder:
             self._decode_began = time.monotonic()
 
     def resume(self) -> None:
-        """Let the encoder go on: the decode has ended."""
+        """Let the encoder resume: the decode has ended."""
         if self._on_gpu:
             return
         with self._changed:
+            if not self._is_decoding:
+                return  # a decode that failed before it began
             now = time.monotonic()
             self._is_decoding = False
             self._turn_until = now + self._turn_s(now - self._decode_began)
@@ -271,12 +274,13 @@ class LlamaImageEncoder:
             The image is not needed any more.
         """
         try:
+            self._wants_turn = True
             if not self._between():
                 raise EncodeCancelledError("the encode was cancelled")
             return projector.encode(chunk, self._between)
         finally:
             with self._changed:
-                self._is_in_slice = False
+                self._is_in_slice = self._wants_turn = False
                 self._changed.notify_all()
 
     def _between(self) -> bool:

@@ -25,11 +25,19 @@ N_AT_ONCE = 2  # images that are decoded at the same time
 
 
 class Pixels(NamedTuple):
-    """A decoded image: uint8, `height * width * 3`."""
+    """A decoded image: uint8, `height * width * 3`; and the hash of its size and its pixels."""
 
     height: int
     width: int
     data: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, height: int, width: int, data: bytes) -> Pixels:
+        """Return an image with its hash: a tenth of a second for a large one."""
+        digest = hashlib.sha256(b"%d %d " % (height, width))
+        digest.update(data)
+        return cls(height, width, data, digest.digest())
 
 
 class PromptImage(NamedTuple):
@@ -72,8 +80,7 @@ class ImageReader:
             decoding.stop()
             raise
         layout = await self._layout(LayoutImage(pixels.height, pixels.width))
-        head = b"%d %d " % (pixels.height, pixels.width)
-        digest = hashlib.sha256(head + pixels.data).digest()
+        digest = pixels.digest
         tokens: list[int] = []
         chunks = [piece for piece in layout.pieces if piece.n_rows]
         ordinal = 0
@@ -147,9 +154,9 @@ class Decoding:
                 raise InvalidRequestError("image", str(source), reason) from None
         if not isinstance(source, bytes):
             height, width = source.shape[:2]
-            return Pixels(height, width, source.tobytes())
+            return Pixels.of(height, width, source.tobytes())
         command = child_command("cllm.engine.image_child", str(math.ceil(DECODE_S)))
-        size = f"{len(source)} bytes"
+        name = str(path) if isinstance(path := image.source, Path) else f"{len(source)} bytes"
         with subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -166,7 +173,7 @@ class Decoding:
             except subprocess.TimeoutExpired:
                 process.kill()
                 limit = f"an image that is decoded within {DECODE_S:.0f} s"
-                raise InvalidRequestError("image", size, limit) from None
+                raise InvalidRequestError("image", name, limit) from None
             finally:
                 self._process = None
         line, _, pixels = output.partition(b"\n")
@@ -174,9 +181,13 @@ class Decoding:
             answer = json.loads(line)
         except ValueError:
             limit = f"an intact image (the process that decodes it ended with {process.returncode})"
-            raise InvalidRequestError("image", size, limit) from None
+            raise InvalidRequestError("image", name, limit) from None
         if (missing := answer.get("missing")) is not None:
             raise MissingExtraError(missing, name="PIL")
         if (reason := answer.get("error")) is not None:
-            raise InvalidRequestError("image", answer.get("value", size), reason)
-        return Pixels(answer["height"], answer["width"], pixels)
+            raise InvalidRequestError("image", answer.get("value", name), reason)
+        height, width = answer["height"], answer["width"]
+        if len(pixels) != height * width * 3:
+            limit = f"an intact image (its process ended with {process.returncode})"
+            raise InvalidRequestError("image", name, limit)
+        return Pixels.of(height, width, pixels)

@@ -98,7 +98,7 @@ class ImageEncoder(MediaEncoder, Protocol):
         """Wait until a decode may begin."""
 
     def resume(self) -> None:
-        """Let the encoder go on: the decode has ended."""
+        """Let the encoder resume: the decode has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,9 +381,13 @@ class InferenceThread(EngineHost):
     def _on_texts(self, encoder: Abortable, n_tokens: Mapping[str, int]) -> None:
         """Handle the start of a batch of texts, which can then be aborted; without texts, its end."""
         if n_tokens:
+            if self._images is not None:
+                self._images.pause()
             self._interrupter.begin(n_tokens, encoder)
         else:
             self._interrupter.end()
+            if self._images is not None:
+                self._images.resume()
 
     def _publish(self, core: EngineCore) -> None:
         self._recorder = core.snapshot()
