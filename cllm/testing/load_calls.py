@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import cast
 
 import anyio
 
@@ -17,7 +18,7 @@ from cllm import (
     TokenDelta,
     TokenStream,
 )
-from cllm.engine.loop.request_call import Prompt, check_prompt, new_request_id
+from cllm.engine.loop.request_call import Prompt, new_request_id
 from cllm.testing.records import PromptKey, Records, RequestRecord
 
 Between = Callable[[TokenStream, int], Awaitable[None]]
@@ -76,7 +77,18 @@ def make_calls(
         params = SamplingParams(**sampling)
     elif sampling:
         raise TypeError("params cannot be combined with single sampling fields")
-    return [Call(engine, p, check_prompt(p), params, priority, timeout) for p in prompts]
+    # A wrong prompt is the call's own failure.
+    return [
+        Call(
+            engine,
+            p,
+            p if isinstance(p, str) else cast(PromptKey, tuple(p)),
+            params,
+            priority,
+            timeout,
+        )
+        for p in prompts
+    ]
 
 
 async def run_at_once(calls: Sequence[Call]) -> Records:
