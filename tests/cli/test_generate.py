@@ -50,7 +50,7 @@ def test_images_stand_before_each_prompt(form: tuple[str, ...], tmp_path: Path) 
     usages = [json.loads(line)["usage"] for line in done.stdout.splitlines()]
     assert [usage["n_image_tokens"] for usage in usages] == [32, 32]
     none = run_cllm("generate", *options, "--image", str(tmp_path / "none.png"), "a", *GREEDY)
-    assert (none.returncode, "none.png" in none.stderr) == (1, True)
+    assert (none.returncode, "a file that can be read" in none.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
