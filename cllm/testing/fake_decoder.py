@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.checks import INT32_MAX, check_int
+from cllm.engine.core.decoder import MediaRows
 from cllm.engine.lora import LoraSet
 from cllm.errors import (
     DecodeFailedError,
@@ -204,16 +205,9 @@ class FakeDecoder:
         self.n_outputs += n_outputs
         return range(self.n_outputs - n_outputs, self.n_outputs)
 
-    def add_embeddings(
-        self,
-        seq_id: int,
-        rows: NDArray[np.float32],
-        positions: NDArray[np.int32],
-        *,
-        is_causal: bool,
-        n_outputs: int,
-    ) -> None:
+    def add_media(self, media: MediaRows) -> None:
         """Make the batch consist of rows of one image alone; see `FakeChunk`."""
+        seq_id, rows, positions, is_causal, n_outputs = media
         if not is_causal:  # llama.cpp computes half an image without complaint, and wrongly
             check_int("rows of a whole image", len(rows), int(rows[0, 2]), int(rows[0, 2]))
         self.clear()

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cllm.engine.core.kv_cache import CacheReader
 from cllm.engine.lora import LoraSet
+
+
+class MediaRows(NamedTuple):
+    """Rows of one image, or of a part of it: a batch of its own; see `EmbeddingBatch`."""
+
+    seq_id: int
+    rows: NDArray[np.float32]
+    positions: NDArray[np.int32]
+    is_causal: bool
+    n_outputs: int
 
 
 class CacheMemory(CacheReader, Protocol):
@@ -52,16 +62,8 @@ class Decoder(CacheMemory, Protocol):
     def add(self, seq_id: int, tokens: list[int], p0: int, *, n_outputs: int) -> range:
         """Add rows; return the indices of their output rows among all output rows of the batch."""
 
-    def add_embeddings(
-        self,
-        seq_id: int,
-        rows: NDArray[np.float32],
-        positions: NDArray[np.int32],
-        *,
-        is_causal: bool,
-        n_outputs: int,
-    ) -> None:
-        """Make the batch consist of rows of one image alone; see `EmbeddingBatch`."""
+    def add_media(self, media: MediaRows) -> None:
+        """Make the batch consist of rows of one image alone."""
 
     def decode(self) -> NDArray[np.float32]:
         """Compute the rows; return the logits, float32 `(n_outputs, n_vocab)`, valid until the next call."""

@@ -26,7 +26,7 @@ from cllm.engine.core.commands import (
     Read,
 )
 from cllm.engine.core.decode_cost import DecodeCost, TickShape
-from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.decoder import Decoder, MediaRows
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.live_view import TickTrace, view_of
@@ -385,12 +385,10 @@ class EngineCore:
         encoded, span = self._media.next_chunk(sequence), sequence.spans[index]
         assert encoded is not None
         rows = slice(start - span.start, start - span.start + chunk.n_tokens)
-        self._decoder.add_embeddings(
-            seq_id,
-            encoded.rows[rows],
-            encoded.positions(sequence.spans.position(span.start))[..., rows],
-            is_causal=not sequence.n_whole,
-            n_outputs=chunk.n_outputs,
+        positions = encoded.positions(sequence.spans.position(span.start))[..., rows]
+        is_causal = not sequence.n_whole
+        self._decoder.add_media(
+            MediaRows(seq_id, encoded.rows[rows], positions, is_causal, chunk.n_outputs)
         )
 
     # --- Failures ----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from cllm.bindings import Batch, Context, Model
 from cllm.bindings.embedding_batch import EmbeddingBatch
 from cllm.engine.config import EngineConfig
+from cllm.engine.core.decoder import MediaRows
 from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.file_content import MappedFiles
 from cllm.engine.llama.architecture_faults import can_copy
@@ -95,19 +96,9 @@ class LlamaDecoder:
         """Add rows; return the indices of their output rows among all output rows of the batch."""
         return self._batch.add(seq_id, tokens, p0, n_outputs=n_outputs)
 
-    def add_embeddings(
-        self,
-        seq_id: int,
-        rows: NDArray[np.float32],
-        positions: NDArray[np.int32],
-        *,
-        is_causal: bool,
-        n_outputs: int,
-    ) -> None:
-        """Make the batch consist of rows of one image alone; see `EmbeddingBatch`."""
-        self._embeddings = EmbeddingBatch(
-            seq_id, rows, positions, is_causal=is_causal, n_outputs=n_outputs
-        )
+    def add_media(self, media: MediaRows) -> None:
+        """Make the batch consist of rows of one image alone."""
+        self._embeddings = EmbeddingBatch(**media._asdict())
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove positions `[p0, p1)` of a sequence; return False if the memory cannot remove this part."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cllm.bindings import Batch, EmbeddingContext, Model
 from cllm.bindings.embedding_context import check_pooling, own_pooling
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
+from cllm.engine.core.decoder import MediaRows
 from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.file_content import MappedFiles
 from cllm.engine.llama.loras import LlamaLoras
@@ -212,17 +213,9 @@ class NoDecoder:
             "llama_decode", -1, "the model was loaded for vectors of texts alone"
         )
 
-    def add_embeddings(
-        self,
-        seq_id: int,
-        rows: NDArray[np.float32],
-        positions: NDArray[np.int32],
-        *,
-        is_causal: bool,
-        n_outputs: int,
-    ) -> None:
+    def add_media(self, media: MediaRows) -> None:
         """Raise `InvalidBatchError`: this engine does not generate."""
-        self.add(seq_id, [], 0, n_outputs=0)
+        self.decode()
 
     def decode(self) -> NDArray[np.float32]:
         """Raise `InvalidBatchError`: this engine does not generate."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.bindings import Context
+from cllm.engine.core.decoder import MediaRows
 from cllm.engine.llama.decoder import N_PADDING_ROWS, LlamaDecoder
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.errors import LlamaCallError
@@ -65,19 +66,10 @@ class PaddedDecoder(LlamaDecoder):
         first, self._n_outputs = self._n_outputs, self._n_outputs + n_outputs
         return range(first, self._n_outputs)
 
-    def add_embeddings(
-        self,
-        seq_id: int,
-        rows: NDArray[np.float32],
-        positions: NDArray[np.int32],
-        *,
-        is_causal: bool,
-        n_outputs: int,
-    ) -> None:
+    def add_media(self, media: MediaRows) -> None:
         """Make the batch consist of rows of one image alone; no output row is alone."""
-        n_asked = min(n_outputs + 1, len(rows)) if n_outputs else 0
-        super().add_embeddings(seq_id, rows, positions, is_causal=is_causal, n_outputs=n_asked)
-        self._n_outputs = n_outputs
+        self._n_outputs = media.n_outputs
+        super().add_media(media._replace(n_outputs=_n_asked(media.n_outputs, len(media.rows))))
 
     def decode(self) -> NDArray[np.float32]:
         """Compute the batch, and more rows if some would be alone; see `Decoder`."""
@@ -91,7 +83,7 @@ class PaddedDecoder(LlamaDecoder):
             return super().decode()
         wanted: list[int] = []
         for seq_id, tokens, p0, n_outputs in self._added:
-            n_asked = min(n_outputs + 1, len(tokens)) if n_outputs else 0
+            n_asked = _n_asked(n_outputs, len(tokens))
             outputs = super().add(seq_id, tokens, p0, n_outputs=n_asked)
             wanted += outputs[n_asked - n_outputs :]
             super().add(seq_id, [PADDING], p0 + len(tokens), n_outputs=1)
@@ -105,6 +97,11 @@ class PaddedDecoder(LlamaDecoder):
     def _remove_padding(self, seq_id: int, p0: int) -> None:
         if not self.context.seq_rm(seq_id, p0):
             raise LlamaCallError("llama_memory_seq_rm", 0, f"seq_id {seq_id} keeps its padding")
+
+
+def _n_asked(n_outputs: int, n_rows: int) -> int:
+    """Return the number of output rows with which none of the wanted ones is alone."""
+    return min(n_outputs + 1, n_rows) if n_outputs else 0
 
 
 def has_lone_rows(added: Sequence[Rows]) -> bool:
