@@ -204,10 +204,9 @@ class InputProcessor:
         elif isinstance(call.prompt, ChatPrompt):
             draft.tokens, draft.media, draft.answer = await self.texts.chat_tokens(call.prompt)
         else:
-            tokens, draft.media = await self.texts.tokens(
+            draft.tokens, draft.media = await self.texts.tokens(
                 call.prompt, parse_special=call.parse_special
             )
-            draft.tokens = tokens
         if draft.media and _first_scored(call) is not None:
             limit = "left out: a prompt with images has no log probabilities"
             raise InvalidRequestError("prompt_logprobs", call.params.prompt_logprobs, limit)

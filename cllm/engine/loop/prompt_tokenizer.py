@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from cllm.checks import check_bool, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
@@ -35,6 +36,8 @@ from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import InvalidRequestError, PromptTooLongError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
+
+T = TypeVar("T")
 
 # Texts up to this many characters are tokenized on the event loop, in microseconds; longer ones can
 # recurse deeply or take long and go to a thread with a large stack.
@@ -87,25 +90,46 @@ class PromptTokenizer:
             return prompt, ()
         texts = [part for part in prompt.parts if isinstance(part, str)]
         check_lengths(texts, self._model().n_ctx, "prompt")
-        vocabulary, tokens, media = self.vocabulary(), list[int](), list[MediaInput]()
+        vocabulary, tokens = self.vocabulary(), list[int]()
         if vocabulary.adds_bos and vocabulary.bos is not None:
             tokens.append(vocabulary.bos)
-        for number, part in enumerate(prompt.parts):
-            if isinstance(part, Image):
-                image = await self.images.read(part)
-                tokens += image.tokens
-                media.append(image.media)
-                self._check_room(tokens)
-            else:
-                tokens += await self.worker.run(
-                    partial(_part_tokens, vocabulary, part, parse_special, is_first=not number)
-                )
-        return tuple(tokens), tuple(media)
+        first, *others = prompt.parts if isinstance(prompt.parts[0], str) else ("", *prompt.parts)
+        assert isinstance(first, str)
+        tokens += await self.worker.run(
+            partial(vocabulary.tokenize, first, add_special=False, parse_special=parse_special)
+        )
+        inside = partial(vocabulary.tokenize_inside, parse_special=parse_special)
+        return await self._with_images(tokens, others, inside)
 
-    def _check_room(self, tokens: list[int]) -> None:
-        """Reject a prompt before its other images are decoded."""
-        if len(tokens) > (n_ctx := self._model().n_ctx):
-            raise PromptTooLongError(len(tokens), n_ctx)
+    async def _with_images(
+        self,
+        tokens: list[int],
+        parts: Sequence[T | Image],
+        tokenize: Callable[[T], list[int]],
+    ) -> tuple[tuple[int, ...], tuple[MediaInput, ...]]:
+        """Return `tokens` with those of the parts behind them, and the images among the parts.
+
+        Parameters
+        ----------
+        tokenize : callable
+            Returns the tokens of a part that is not an image; called in the worker thread.
+
+        Raises
+        ------
+        PromptTooLongError
+            There are too many; no further image is decoded.
+        """
+        media, n_ctx = list[MediaInput](), self._model().n_ctx
+        for part in parts:
+            if not isinstance(part, Image):
+                tokens += await self.worker.run(partial(tokenize, part))
+                continue
+            image = await self.images.read(part)
+            tokens += image.tokens
+            media.append(image.media)
+            if len(tokens) > n_ctx:
+                raise PromptTooLongError(len(tokens), n_ctx)
+        return tuple(tokens), tuple(media)
 
     async def _text_tokens(self, prompt: str, *, parse_special: bool = False) -> tuple[int, ...]:
         check_length(prompt, self._model().n_ctx)
@@ -234,16 +258,7 @@ class PromptTokenizer:
         first, *others = prompt.marks.cut(pieces)
         assert isinstance(first, list)
         tokens = await self.worker.run(partial(chat.tokenize, first))
-        media = list[MediaInput]()
-        for part in others:
-            if isinstance(part, Image):
-                image = await self.images.read(part)
-                tokens += image.tokens
-                media.append(image.media)
-                self._check_room(tokens)
-            else:
-                tokens += await self.worker.run(partial(chat.tokenize_inside, part))
-        return tuple(tokens), tuple(media)
+        return await self._with_images(tokens, others, chat.tokenize_inside)
 
     async def render_chat(self, prompt: ChatPrompt) -> RenderedPrompt:
         """See `Engine.render_chat`."""
@@ -304,12 +319,3 @@ class PromptTokenizer:
             return [vocabulary.piece(token) for token in token_ids]
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
-
-
-def _part_tokens(
-    vocabulary: EngineVocabulary, text: str, parse_special: bool, *, is_first: bool
-) -> list[int]:
-    """Return the tokens of a text between images."""
-    if is_first:
-        return vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
-    return vocabulary.tokenize_inside(text, parse_special=parse_special)
