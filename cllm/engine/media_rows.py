@@ -79,12 +79,13 @@ class Spans:
     Their rows cannot be separated: sharing, truncation and checkpoints end between chunks (`floor`).
     """
 
-    __slots__ = ("_ends", "_shifts", "_spans", "_starts")
+    __slots__ = ("_end", "_ends", "_shifts", "_spans", "_starts")
 
     def __init__(self, spans: Sequence[Span] = ()) -> None:
         self._spans = tuple(spans)
         self._starts = [span.start for span in spans]
         self._ends = [span.end for span in spans]
+        self._end = self._ends[-1] if spans else 0  # asked of every sequence in every tick
         grown = (span.n_positions - (span.end - span.start) for span in spans)
         self._shifts = [0, *accumulate(grown)]  # positions less rows, after so many chunks
 
@@ -120,15 +121,19 @@ class Spans:
 
     def index_at(self, n: int) -> int | None:
         """Return the number of the chunk that row `n` belongs to, counted from 0; None if it is a token."""
+        if n >= self._end:
+            return None
         index = bisect_right(self._starts, n) - 1
         return index if index >= 0 and n < self._ends[index] else None
 
     def n_tokens_from(self, n: int) -> int | None:
         """Return how many tokens follow from `n` on before the next chunk; None if no chunk follows."""
+        if n >= self._end:
+            return None
         if self.index_at(n) is not None:
             return 0
         index = bisect_left(self._starts, n)
-        return self._starts[index] - n if index < len(self._starts) else None
+        return self._starts[index] - n
 
     def floor(self, n: int) -> int:
         """Return the largest number of rows, at most `n`, that does not end inside a chunk."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cllm.engine.media import MIN_ROWS, MediaInput
-from cllm.engine.media_rows import Spans, row_ids
+from cllm.engine.media_rows import row_ids
 
 
 class Kind(NamedTuple):
@@ -49,8 +49,3 @@ def tokens_of(prompt: str, n_most: int) -> tuple[tuple[int, ...], tuple[MediaInp
         tokens += rows
         media += [] if image is None else [image]
     return tuple(tokens) or (ord("?"),), tuple(media)
-
-
-def n_chunks(tokens: tuple[int, ...]) -> int:
-    """Return the number of media chunks in a list of tokens."""
-    return len(Spans.of(tokens))

@@ -147,7 +147,9 @@ class LlamaImageEncoder:
                 pieces = self.layout(height, width)
             except InvalidRequestError:
                 continue  # a size that no request can use
-            found = max([found, *(piece.n_rows for piece in pieces if not piece.is_causal)])
+            if all(piece.is_causal for piece in pieces):  # of one projector all are alike
+                break
+            found = max([found, *(piece.n_rows for piece in pieces)])
         return found
 
     # --- Work: inference thread --------------------------------------------------------------

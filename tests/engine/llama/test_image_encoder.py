@@ -180,7 +180,7 @@ def test_a_failure_is_reported_for_every_chunk_that_is_left_and_is_not_remembere
 
 
 def test_an_encode_that_ends_without_being_cancelled_is_a_failure(scene: Scene) -> None:
-    """So that no request waits for it."""
+    """A request would wait for the image without end."""
     scene.encode(b"a", 0)
     scene.projector.ends.put(EncodeCancelledError("a signal"))
     assert isinstance(scene.heard().error, EncodeCancelledError)
