@@ -124,6 +124,7 @@ def create_app(
         app.include_router(each.router, responses=RESPONSES)
     if config.page:
         add_page(app)
+    _build(app)
     for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, answer_problem)
     if task is not None:
@@ -136,6 +137,18 @@ def create_app(
     app.state.known_paths = known
     app.add_middleware(OtherPaths, known=known)
     return app
+
+
+def _build(app: FastAPI) -> None:
+    """Build the routes now.
+
+    FastAPI builds those of a router at its first request: for 55 ms, in the event loop.  It changes Python's
+    filters of warnings meanwhile, which are shared by all threads: of several servers that build at the same
+    time, one raises a warning of pydantic as an error, if warnings are errors.
+    """
+    nowhere = {"type": "http", "method": "GET", "path": "", "root_path": "", "headers": []}
+    for route in app.routes:
+        route.matches(dict(nowhere))
 
 
 def add_guards(

@@ -18,6 +18,7 @@ from cllm import Engine, EngineConfig, PromptTooLongError, TemplateAbilities
 from cllm.server import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask
+from cllm.testing import FakeEngine
 from tests.conftest import EVENT_LOOPS, QUIET, our_threads
 
 QUESTION = {"prompt": "1+1=", "temperature": 0}
@@ -28,6 +29,21 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
+
+
+@pytest.mark.anyio
+async def test_the_first_request_builds_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FastAPI would change the filters of warnings then, which other threads have, too."""
+    app = create_app(EngineConfig(n_ctx=256, **QUIET), make_engine=lambda config: FakeEngine())
+
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("a route is built")
+
+    monkeypatch.setattr("fastapi.dependencies.utils.create_model_field", build)
+    monkeypatch.setattr("fastapi.routing.create_model_field", build)
+    async with client_of(app) as client:
+        assert (await client.get("/v1/models")).status_code in (200, 503)
+        assert (await client.post("/nowhere")).status_code == 404
 
 
 def mounted(app: FastAPI) -> FastAPI:
