@@ -219,7 +219,7 @@ def running_batch(engine: Engine) -> Mapping[str, int]:
     """Return rows of the running decode by request id; for an engine process, 1 for each id of its latest."""
     if isinstance(host := engine._parts.thread, EngineProcess):
         process = host._process
-        return dict.fromkeys(process._batch.read() if process is not None else (), 1)
+        return dict.fromkeys(process._batch.read().request_ids if process is not None else (), 1)
     return engine._parts.interrupter.batch
 
 

@@ -67,8 +67,10 @@ class FakeImageEncoder:
         self.n_encoded: int = 0
         self._post: Callable[[MediaEncoded], object] = lambda encoded: None
 
-    def start(self, post: Callable[[MediaEncoded], object]) -> None:
-        """Call `post` with each image that is encoded from now on."""
+    def start(
+        self, post: Callable[[MediaEncoded], object], note: Callable[[bytes], object]
+    ) -> None:
+        """Call `post` with each image that is encoded from now on; `note` is never called."""
         self._post = post
 
     def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:

@@ -8,10 +8,11 @@ GPU nothing waits.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,8 @@ from cllm.errors import (
     LlamaCallError,
     ModelLoadError,
 )
+
+logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # Nodes of a graph between two checks whether a decode waits.  With a vision transformer of the size of
 # SigLIP-base on two cores a node takes up to 40 ms, and the checks take nothing that can be measured.
@@ -87,15 +90,17 @@ class LlamaImageEncoder:
         self._target_s = None if target_ms is None else target_ms / 1000.0
         self._changed = threading.Condition()
         self._jobs: deque[tuple[MediaInput, tuple[int, ...]]] = deque()
-        self._present: bytes | None = None  # the digest of the image under way
+        self._present: tuple[MediaInput, tuple[int, ...]] | None = None  # under way
         self._cancelled: set[bytes] = set()
         self._is_stopping = self._is_decoding = self._is_in_slice = False
         self._is_cancelled = False  # the image under way
         self._wants_turn = False  # computes, and not only cuts and scales pixels
         self._decode_began = self._turn_until = 0.0
         self._post: Callable[[MediaEncoded], object] = lambda encoded: None
+        self._note: Callable[[bytes], object] = lambda digest: None
         self._projector: Projector | None = None
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # of the load
+        self._ended: Exception | None = None  # why the thread has ended early
         self._is_loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cllm-encoder", daemon=True)
         self._thread.start()
@@ -110,9 +115,11 @@ class LlamaImageEncoder:
             self.close()
             raise
 
-    def start(self, post: Callable[[MediaEncoded], object]) -> None:
-        """Call `post` with each chunk that is encoded from now on, in the encoder's thread."""
-        self._post = post
+    def start(
+        self, post: Callable[[MediaEncoded], object], note: Callable[[bytes], object]
+    ) -> None:
+        """See `ImageEncoder`."""
+        self._post, self._note = post, note
 
     def close(self) -> None:
         """Cancel everything, free the projector and join the thread."""
@@ -156,15 +163,22 @@ class LlamaImageEncoder:
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
         """Encode these chunks of an image; see `MediaEncoder`."""
         with self._changed:
-            self._cancelled.discard(media.digest)
-            self._jobs.append((media, ordinals))
-            self._changed.notify_all()
+            if (failure := self._ended) is None:
+                self._cancelled.discard(media.digest)
+                self._jobs.append((media, ordinals))
+                self._changed.notify_all()
+                return
+        self._fail(media, ordinals, failure)
+
+    def _fail(self, media: MediaInput, ordinals: Iterable[int], error: Exception) -> None:
+        for ordinal in ordinals:
+            self._post(MediaEncoded(media.digest, ordinal, error=error))
 
     def cancel(self, digest: bytes) -> None:
         """Encode no further chunk of this image."""
         with self._changed:
             self._jobs = deque(job for job in self._jobs if job[0].digest != digest)
-            if self._present == digest:
+            if self._present is not None and self._present[0].digest == digest:
                 self._cancelled.add(digest)
 
     def pause(self) -> None:
@@ -209,9 +223,25 @@ class LlamaImageEncoder:
         with projector:
             self._projector = projector
             self._is_loaded.set()
-            while (job := self._next()) is not None:
-                self._encode(projector, *job)
-            self._projector = None
+            try:
+                while (job := self._next()) is not None:
+                    self._encode(projector, *job)
+            except Exception as error:
+                logger.exception("the encoder of images has ended")
+                self._end(error)
+            finally:
+                self._projector = None
+
+    def _end(self, error: Exception) -> None:
+        """Answer all images with an error, those under way and later ones."""
+        with self._changed:
+            self._ended = error
+            jobs = [] if self._present is None else [self._present]
+            jobs += self._jobs
+            self._jobs.clear()
+            self._present = None
+        for job in jobs:
+            self._fail(*job, error)
 
     def _open(self) -> Projector:
         config = self._config
@@ -237,13 +267,13 @@ class LlamaImageEncoder:
                 self._changed.wait()
             if self._is_stopping:
                 return None
-            job = self._jobs.popleft()
-            self._present, self._is_cancelled = job[0].digest, False
-            return job
+            self._present, self._is_cancelled = self._jobs.popleft(), False
+            return self._present
 
     def _encode(self, projector: Projector, media: MediaInput, ordinals: tuple[int, ...]) -> None:
         left, chunks = list(ordinals), list[MediaChunk]()
         try:
+            self._note(media.digest)
             size = media.height, media.width, 3
             pieces = projector.split(np.frombuffer(media.pixels, np.uint8).reshape(size))
             chunks += [piece for piece in pieces if not isinstance(piece, list)]
@@ -257,11 +287,11 @@ class LlamaImageEncoder:
                 self._post(MediaEncoded(media.digest, ordinal, EncodedRows(rows, chunk.rows_at)))
         except Exception as error:
             # A cancelled image may be wanted again: its next job is in the queue then.
-            for ordinal in () if self._is_cancelled else left:
-                self._post(MediaEncoded(media.digest, ordinal, error=error))
+            self._fail(media, () if self._is_cancelled else left, error)
         finally:
             for chunk in chunks:
                 chunk.close()
+            self._note(b"")
             with self._changed:
                 self._present = None
                 self._cancelled.clear()
@@ -296,7 +326,8 @@ class LlamaImageEncoder:
             while self._is_decoding and not self._is_stopping:
                 self._changed.wait()
             self._is_in_slice = True
-            self._is_cancelled = self._is_stopping or self._present in self._cancelled
+            assert self._present is not None
+            self._is_cancelled = self._is_stopping or self._present[0].digest in self._cancelled
             return not self._is_cancelled
 
 

@@ -1,4 +1,4 @@
-"""BatchRecord: ids of the requests in a process's latest batch, in memory that outlives the process.
+"""BatchRecord: what a process computes, in memory that outlives the process.
 
 Over the socket, the record would wake the parent before each decode of another batch, and the parent needs
 it only after a crash.
@@ -11,12 +11,28 @@ import os
 import struct
 import tempfile
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
 _LENGTH = struct.Struct("<I")
 MAX_ID_BYTES = 4 * 256 + 5
+DIGEST_BYTES = 32
+
+
+class Underway(NamedTuple):
+    """What a process computed last.
+
+    Attributes
+    ----------
+    request_ids : tuple of str
+        Ids of the requests in the last batch that it began.
+    image : bytes
+        Digest of the image that it was encoding; empty without one.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    image: bytes = b""
 
 
 def memory_file() -> IO[bytes]:
@@ -38,23 +54,31 @@ class BatchRecord:
     """
 
     def __init__(self, fd: int, n_seq_max: int) -> None:
-        n_bytes = _LENGTH.size + 5 + n_seq_max * MAX_ID_BYTES
+        n_bytes = DIGEST_BYTES + _LENGTH.size + 5 + n_seq_max * MAX_ID_BYTES
         os.ftruncate(fd, n_bytes)
         self._memory = mmap.mmap(fd, n_bytes)
 
     def write(self, request_ids: Sequence[str]) -> None:
-        """Record the requests of the next decode."""
+        """Record the requests of the next decode.  Inference thread."""
         data = msgspec.msgpack.encode(request_ids)
-        self._memory[: _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+        start = DIGEST_BYTES + _LENGTH.size
+        self._memory[DIGEST_BYTES : start + len(data)] = _LENGTH.pack(len(data)) + data
 
-    def read(self) -> tuple[str, ...]:
-        """Return the ids that were recorded last; empty if there are none, or the record is incomplete."""
-        (n_bytes,) = _LENGTH.unpack_from(self._memory)
-        data = self._memory[_LENGTH.size : _LENGTH.size + n_bytes]
+    def write_image(self, digest: bytes) -> None:
+        """Record the image that is encoded from now on; empty: none.  Encoder's thread."""
+        self._memory[:DIGEST_BYTES] = digest.ljust(DIGEST_BYTES, b"\0")
+
+    def read(self) -> Underway:
+        """Return what was recorded last; no requests if there are none, or their record is incomplete."""
+        image = self._memory[:DIGEST_BYTES]
+        (n_bytes,) = _LENGTH.unpack_from(self._memory, DIGEST_BYTES)
+        start = DIGEST_BYTES + _LENGTH.size
+        data = self._memory[start : start + n_bytes]
         try:
-            return msgspec.msgpack.decode(data, type=tuple[str, ...]) if data else ()
+            request_ids = msgspec.msgpack.decode(data, type=tuple[str, ...]) if data else ()
         except msgspec.MsgspecError:  # killed while it wrote
-            return ()
+            request_ids = ()
+        return Underway(request_ids, image if any(image) else b"")
 
     def close(self) -> None:
         """Unmap the memory."""

@@ -84,7 +84,7 @@ class ToParent:
 
 
 class RecordingInterrupter(Interrupter):
-    """`Interrupter` that records the requests of each decode."""
+    """`Interrupter` that records the requests of each decode, and the image of each encode."""
 
     def __init__(self, record: BatchRecord) -> None:
         super().__init__()
@@ -97,6 +97,10 @@ class RecordingInterrupter(Interrupter):
             self._record.write(present)
             self._recorded = present
         super().begin(n_rows, computing)
+
+    def note_image(self, digest: bytes) -> None:
+        """See `Interrupter`."""
+        self._record.write_image(digest)
 
 
 class Compiling:

@@ -301,7 +301,7 @@ class EngineProcess(EngineHost):
         n_open = len(self._ledger.requests)
         save_crash(CrashReport.of(self._config.model_path, self.crash, n_open))
         with self._lock:
-            told = self._ledger.on_crash(crash, ending.request_ids, self._crashed_at, is_own=is_own)
+            told = self._ledger.on_crash(crash, ending.underway, self._crashed_at, is_own=is_own)
         if told:
             self._n_in_vain = 0
             self._outbox.post(told)

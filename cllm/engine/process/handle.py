@@ -19,7 +19,7 @@ from cllm.engine.core.commands import Command
 from cllm.engine.file_content import FileContent
 from cllm.engine.plain_values import as_plain
 from cllm.engine.process import spawn
-from cllm.engine.process.batch_record import BatchRecord
+from cllm.engine.process.batch_record import BatchRecord, Underway
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import Beat, SetLogLevel, ToChild, encode_commands
 from cllm.errors import CllmError
@@ -44,13 +44,13 @@ class Ending(NamedTuple):
     crash : CrashError
     was_killed : bool
         True if SIGKILL ended it: from a user, from the kernel without memory, or from `ProcessHandle.kill`.
-    request_ids : tuple of str
-        Ids of the requests in the last batch that it began.
+    underway : Underway
+        What it computed last.
     """
 
     crash: CrashError
     was_killed: bool
-    request_ids: tuple[str, ...]
+    underway: Underway
 
 
 class ProcessHandle:
@@ -199,9 +199,9 @@ class ProcessHandle:
             pass
         self.stderr.close()
         last_words = self._last_words.decode("utf-8", "replace").strip()
-        request_ids = self._batch.read()
+        underway = self._batch.read()
         self._batch.close()
-        return Ending(_crash_of(code, last_words), code == -signal.SIGKILL, request_ids)
+        return Ending(_crash_of(code, last_words), code == -signal.SIGKILL, underway)
 
 
 def _log_level() -> int:

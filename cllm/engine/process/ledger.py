@@ -23,22 +23,26 @@ from cllm.engine.core.commands import (
     Embedded,
     Event,
     Finished,
+    LayoutImage,
     LoadLora,
     Progressed,
     Read,
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.output import Completion, FinishReason, TokenDelta, Usage
+from cllm.engine.process.batch_record import Underway
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.row_sampler import resamples
 from cllm.errors import (
     EmbeddingError,
     EngineFailedError,
     GenerationError,
+    InvalidRequestError,
     ModelLoadError,
 )
 
-# A request that was being computed at this many crashes in a row is suspect: it runs alone.
+# A request that was being computed at this many crashes in a row is suspect: it runs alone.  A question that
+# was open at as many is answered with an error: of each new process it is asked first.
 N_CRASHES_SUSPECT = 2
 # After this many tokens from one process its crashes no longer count: it would crash at the same token.
 N_INNOCENT = 16
@@ -73,6 +77,10 @@ class OpenCall(ABC):
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    def has_image(self, digest: bytes) -> bool:
+        """True if the prompt has the image with this digest."""
+        return False
 
     @abstractmethod
     def command(self) -> Command:
@@ -122,6 +130,10 @@ class OpenRequest(OpenCall):
     output: CompletionBuilder = field(default_factory=CompletionBuilder)
     n_unread: int = 0
     n_new: int = 0
+
+    def has_image(self, digest: bytes) -> bool:
+        """See `OpenCall`."""
+        return any(media.digest == digest for media in self.request.media)
 
     def command(self) -> Command:
         """See `OpenCall`; the output continues after the tokens that were delivered."""
@@ -176,12 +188,32 @@ class OpenRequest(OpenCall):
         return Finished(self.request_id, delta, error.completion, error)
 
 
+@dataclass(slots=True, eq=False)
+class OpenQuestion:
+    """A question to the process, and the number of crashes in a row that it has met."""
+
+    ask: Ask
+    n_crashes: int = 0
+
+    def failed(self, cause: Exception) -> Answered | None:
+        """Return the answer to a question that may have crashed the process; None if it cannot do that."""
+        ended = f"the engine's process ended: {cause}"
+        match self.ask.question:
+            case LoadLora(path=path):
+                return Answered(self.ask.call_id, error=ModelLoadError(path, ended))
+            case LayoutImage(height, width):
+                size = f"{width}×{height} pixels"
+                error = InvalidRequestError("image", size, f"another size: {ended}")
+                return Answered(self.ask.call_id, error=error)
+        return None
+
+
 class Ledger:
     """All open requests.  One thread at a time."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenCall] = {}
-        self._questions: dict[int, Ask] = {}
+        self._questions: dict[int, OpenQuestion] = {}
         self._suspects: deque[OpenCall] = deque()
         self._tried: OpenCall | None = None
         self._is_up = False
@@ -218,7 +250,7 @@ class Ledger:
                     return [command] if reader.is_given else []
                 return []
             case Ask(call_id):
-                self._questions[call_id] = command
+                self._questions[call_id] = OpenQuestion(command)
         return [command] if self._is_up else []
 
     def _open_call(self, known: OpenCall) -> list[Command]:
@@ -283,21 +315,22 @@ class Ledger:
 
     # --- Crashes -----------------------------------------------------------------------------
     def on_crash(
-        self, cause: Exception, request_ids: Iterable[str], now: float, *, is_own: bool = True
+        self, cause: Exception, underway: Underway, now: float, *, is_own: bool = True
     ) -> list[Event]:
         """Handle the end of the process; return the events for the readers.
 
         Parameters
         ----------
-        request_ids : iterable of str
-            Ids of the requests in the last batch that the process began.
+        underway : Underway
+            What the process computed last.
         is_own : bool
-            True if these requests may have caused the end; False, for example, after a lost RPC server.
+            True if that may have caused the end; False, for example, after a lost RPC server.
         """
         self._is_up = False
         told: list[Event] = []
-        for request_id in request_ids if is_own else ():
-            if (known := self._open.get(request_id)) is not None:
+        for known in self._open.values() if is_own else ():
+            had_image = known.is_given and known.has_image(underway.image)
+            if known.request_id in underway.request_ids or had_image:
                 known.n_crashes += 1
         guilty, self._tried = self._tried, None
         if is_own and guilty is not None and guilty.n_crashes > N_CRASHES_SUSPECT:
@@ -311,18 +344,19 @@ class Ledger:
         return told
 
     def _questions_failed(self, cause: Exception) -> list[Event]:
-        """Answer each open `LoadLora` with an error: it may have crashed the process, and is not sent again."""
-        ended, told = f"the engine's process ended: {cause}", list[Event]()
-        for call_id, ask in list(self._questions.items()):
-            if isinstance(ask.question, LoadLora):
-                told.append(Answered(call_id, error=ModelLoadError(ask.question.path, ended)))
+        """Answer with an error what has met crashes and may have caused them; it is not sent again."""
+        told: list[Event] = []
+        for call_id, question in list(self._questions.items()):
+            question.n_crashes += 1
+            if question.n_crashes >= N_CRASHES_SUSPECT and (failed := question.failed(cause)):
+                told.append(failed)
                 del self._questions[call_id]
         return told
 
     def on_ready(self) -> list[Command]:
         """Handle a new process; return the commands for it."""
         self._is_up = True
-        return [*self._questions.values(), *self._next()]
+        return [*(question.ask for question in self._questions.values()), *self._next()]
 
     def fail_all(self, cause: BaseException, now: float) -> list[Event]:
         """End all requests with an error."""

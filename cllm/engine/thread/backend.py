@@ -88,8 +88,18 @@ class Loras(Protocol):
 class ImageEncoder(MediaEncoder, Protocol):
     """Encoder of images in a thread of its own, which takes turns with the decodes."""
 
-    def start(self, post: Callable[[MediaEncoded], object]) -> None:
-        """Call `post` with each chunk that is encoded from now on, in the encoder's thread."""
+    def start(
+        self, post: Callable[[MediaEncoded], object], note: Callable[[bytes], object]
+    ) -> None:
+        """Set what the encoder's thread calls.
+
+        Parameters
+        ----------
+        post : callable
+            Called with each chunk that is encoded.
+        note : callable
+            Called with the digest of each image before it is encoded, and with `b""` afterwards.
+        """
 
     def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
         """Return the chunks and tokens of an image of this size; raise `InvalidRequestError` without any."""

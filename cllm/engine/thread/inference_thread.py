@@ -193,7 +193,7 @@ class InferenceThread(EngineHost):
         self._images = loaded.images
         if loaded.images is None:
             return None
-        loaded.images.start(self._inbox.put)
+        loaded.images.start(self._inbox.put, self._interrupter.note_image)
         return MediaStore(loaded.images, self._config.media_cache_bytes)
 
     def _make_store(self, loaded: Loaded, owned: ExitStack) -> PrefixFiles | None:

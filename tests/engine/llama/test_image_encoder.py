@@ -27,8 +27,12 @@ class ScriptedChunk:
 
     rows_at = RowPositions(np.arange(N_ROWS, dtype=np.int32), np.ones(N_ROWS, np.int32))
 
+    is_broken = False
+
     def close(self) -> None:
         """There is nothing to close."""
+        if self.is_broken:
+            raise RuntimeError("scripted")
 
 
 class ScriptedProjector:
@@ -86,7 +90,8 @@ class Scene:
 
         self.encoder = Encoder(cast(Model, CpuModel()), "mmproj.gguf", EngineConfig(**options))
         self.posted: SimpleQueue[MediaEncoded] = SimpleQueue()
-        self.encoder.start(self.posted.put)
+        self.images: list[bytes] = []
+        self.encoder.start(self.posted.put, self.images.append)
 
     def encode(self, name: bytes, *ordinals: int) -> None:
         self.encoder.encode(MediaInput(name, b"\0" * 12, 2, 2, len(ordinals)), ordinals)
@@ -184,6 +189,34 @@ def test_an_encode_that_ends_without_being_cancelled_is_a_failure(scene: Scene) 
     scene.encode(b"a", 0)
     scene.projector.ends.put(EncodeCancelledError("a signal"))
     assert isinstance(scene.heard().error, EncodeCancelledError)
+
+
+def test_the_image_under_way_is_noted_and_then_none(scene: Scene) -> None:
+    for name in (b"a", b"b"):
+        scene.encode(name, 0)
+        scene.projector.ends.put(True)
+        assert scene.heard().digest == name
+    scene.encoder.close()
+    assert scene.images == [b"a", b"", b"b", b""]
+
+
+def test_images_are_answered_with_an_error_after_the_thread_has_ended(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedChunk, "is_broken", True)
+    for name in (b"a", b"b"):
+        scene.encode(name, 0)
+    scene.projector.ends.put(True)
+    heard = [scene.heard() for _ in range(3)]
+    assert [(one.digest, one.error is None) for one in heard] == [
+        (b"a", True),
+        (b"a", False),
+        (b"b", False),
+    ]
+    scene.encode(b"c", 0)
+    assert isinstance(scene.heard().error, RuntimeError)
+    scene.encoder.pause()  # and no decode waits
+    scene.encoder.resume()
 
 
 def test_chunks_of_too_few_rows_are_rejected_by_name(scene: Scene) -> None:

@@ -30,7 +30,8 @@ from cllm.engine.llama import preflight
 from cllm.engine.llama.preflight import Preflight, model_files
 from tests.conftest import QUIET, is_there
 from tests.engine.test_lifecycle import assert_clean, run_child
-from tools import make_model
+from tools import make_model, make_projector
+from tools.make_projector import PROJECTORS
 
 pytestmark = [
     pytest.mark.one_loop,
@@ -384,6 +385,25 @@ def test_the_child_gets_every_setting_of_a_load() -> None:
         if name == "lora":
             expected = (("b.gguf", 0.5),)
         assert getattr(told, name) == expected, name
+
+
+@pytest.mark.anyio
+async def test_a_projector_that_aborts_at_its_first_image_is_rejected_by_the_preflight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ggml has no operation for an F16 tensor in this place, and llama.cpp loads the file."""
+    tensors = make_projector._tensors
+    wrong = "v.position_embd.weight"
+    monkeypatch.setattr(
+        make_projector, "_tensors",
+        lambda *args: {n: v.astype("f2") if n == wrong else v for n, v in tensors(*args).items()},
+    )  # fmt: skip
+    path = tmp_path / "mmproj.gguf"
+    make_projector._write(path, PROJECTORS["gemma3"])
+    model = make_model.ensure(PROJECTORS["gemma3"].text_model)
+    with pytest.raises(ModelLoadError, match="the process that tried it ended"):
+        async with Engine(model, mmproj=path, n_ctx=512, preflight=True, **QUIET):
+            pass
 
 
 @pytest.mark.parametrize("value", [0, 1, "seen", None, ["unseen"]])

@@ -14,16 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.bindings import library
+from cllm.bindings.projector import MediaChunk, Projector
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.llama.decoder import LlamaDecoder
+from cllm.engine.llama.image_encoder import LlamaImageEncoder
+from cllm.engine.media import MediaInput
 from cllm.engine.thread.backend import Loaded
 from cllm.errors import ContextError
 
 
 class PoisonousBackend(LlamaBackend):
-    """Backend that aborts, as a GGML_ASSERT does, in a decode or a text encoding with the token "~"."""
+    """Backend that aborts, as a GGML_ASSERT does, at the token "~" and at an image that begins with magenta."""
 
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`."""
@@ -32,6 +35,8 @@ class PoisonousBackend(LlamaBackend):
         _watch(loaded.decoder, poison)
         if loaded.encoder is not None:
             _watch_texts(loaded.encoder, poison)
+        if isinstance(loaded.images, LlamaImageEncoder):
+            _watch_images(loaded.images)
         return loaded
 
 
@@ -62,6 +67,24 @@ def _watch_texts(encoder: TextEncoder, poison: int) -> None:
         return compute(texts, n_computed)
 
     encoder.compute = watched  # type: ignore[method-assign]
+
+
+def _watch_images(images: LlamaImageEncoder) -> None:
+    encode, encoded = images._encode, images._encoded
+    poisonous = False
+
+    def watched_encode(projector: Projector, media: MediaInput, ordinals: tuple[int, ...]) -> None:
+        nonlocal poisonous
+        poisonous = media.pixels.startswith(b"\xff\0\xff")
+        encode(projector, media, ordinals)
+
+    def watched(projector: Projector, chunk: MediaChunk) -> NDArray[np.float32]:
+        if poisonous:
+            os.write(2, b"GGML_ASSERT(pixel != poison) failed\n")
+            os.abort()
+        return encoded(projector, chunk)
+
+    images._encode, images._encoded = watched_encode, watched  # type: ignore[method-assign]
 
 
 class AbortsAtLoad(LlamaBackend):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -18,6 +18,7 @@ from cllm.engine.core.commands import (
     Embedded,
     Event,
     Finished,
+    LayoutImage,
     LoadedLoras,
     LoadLora,
     Progressed,
@@ -25,11 +26,19 @@ from cllm.engine.core.commands import (
     UnloadLora,
 )
 from cllm.engine.embedding import EmbeddingRequest
+from cllm.engine.media import MediaInput
 from cllm.engine.output import Completion, FinishReason, Timings, TokenDelta, Usage
+from cllm.engine.process.batch_record import Underway
 from cllm.engine.process.ledger import Ledger
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
-from cllm.errors import EmbeddingError, EngineFailedError, GenerationError, ModelLoadError
+from cllm.errors import (
+    EmbeddingError,
+    EngineFailedError,
+    GenerationError,
+    InvalidRequestError,
+    ModelLoadError,
+)
 
 N_OUTPUT = 12
 CRASH = RuntimeError("crashed")
@@ -147,7 +156,7 @@ class World:
 
     def crash(self, *, is_own: bool = True) -> None:
         self.n_crashes += 1
-        self.hear(self.ledger.on_crash(CRASH, self.computed, 1.0, is_own=is_own))
+        self.hear(self.ledger.on_crash(CRASH, Underway(self.computed), 1.0, is_own=is_own))
         self.process, self.computed = FakeProcess(self.poison), ()
         self.process.obey(self.ledger.on_ready())
 
@@ -211,6 +220,24 @@ def test_kills_in_between_hide_nobody_who_is_guilty_and_accuse_nobody_else(seed:
         world.check_whole(number)
 
 
+def test_an_image_that_crashes_the_encoder_ends_its_request_and_no_other() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    shown, other = MediaInput(b"a" * 32, b"", 0, 0, 1), MediaInput(b"b" * 32, b"", 0, 0, 1)
+    for number, media in enumerate([(other, shown), (), (other,)]):
+        ledger.command(AddRequest(replace(request(number), media=media)))
+    told, given = list[Event](), list[list[str]]()
+    for beside in [("r1",), ("r1",), ()]:
+        told += ledger.on_crash(CRASH, Underway(beside, shown.digest), 1.0)
+        commands = ledger.on_ready()
+        given.append([c.request.request_id for c in commands if isinstance(c, AddRequest)])
+    assert given == [["r0", "r1", "r2"], ["r0"], ["r1"]]
+    (ended,) = told
+    assert isinstance(ended, Finished)
+    assert ended.request_id == "r0"
+    assert isinstance(ended.error, GenerationError)
+
+
 def test_two_who_crash_it_both_end() -> None:
     world = World(poison=frozenset({"r3", "r7"}))
     for number in range(10):
@@ -247,7 +274,7 @@ def test_what_is_cancelled_while_the_process_is_gone_ends_without_another_token(
     world = World()
     world.command(AddRequest(request(1)))
     world.tick()
-    world.hear(world.ledger.on_crash(CRASH, (), 1.0))
+    world.hear(world.ledger.on_crash(CRASH, Underway(), 1.0))
     world.command(CancelRequest("r1"))
     world.process = FakeProcess()
     world.process.obey(world.ledger.on_ready())
@@ -258,7 +285,7 @@ def test_what_is_cancelled_while_the_process_is_gone_ends_without_another_token(
 
 def test_a_question_that_a_crash_has_met_is_asked_again() -> None:
     world = World()
-    world.hear(world.ledger.on_crash(CRASH, (), 1.0))
+    world.hear(world.ledger.on_crash(CRASH, Underway(), 1.0))
     world.command(Ask(5, Audit()))
     world.process = FakeProcess()
     world.process.obey(world.ledger.on_ready())
@@ -276,7 +303,7 @@ def test_a_reader_that_had_fallen_behind_is_as_far_behind_in_the_new_process() -
     ledger.command(AddRequest(request(1)))
     ledger.events([Progressed("r1", TokenDelta("a", (i,))) for i in range(5)], 1.0)
     ledger.command(Read("r1", 2))
-    ledger.on_crash(CRASH, (), 1.0)
+    ledger.on_crash(CRASH, Underway(), 1.0)
     (given,) = ledger.on_ready()
     assert isinstance(given, AddRequest)
     assert given.request.n_unread == 3
@@ -291,7 +318,7 @@ def test_texts_are_given_again_after_a_crash_and_told_of_once() -> None:
     ledger = Ledger()
     assert ledger.on_ready() == []
     assert ledger.command(AddEmbedding(texts(1))) == [AddEmbedding(texts(1))]
-    assert ledger.on_crash(CRASH, ("e1",), 1.0, is_own=False) == []
+    assert ledger.on_crash(CRASH, Underway(("e1",)), 1.0, is_own=False) == []
     assert ledger.command(AddEmbedding(texts(2))) == []
     assert ledger.on_ready() == [AddEmbedding(texts(1)), AddEmbedding(texts(2))]
     vectors = Embedded("e1", b"12345678", 1)
@@ -306,10 +333,10 @@ def test_texts_that_crash_it_alone_end_and_others_are_computed() -> None:
         ledger.command(AddEmbedding(texts(number)))
     told: list[Event] = []
     for _ in range(2):
-        told += ledger.on_crash(CRASH, ("e1", "e2"), 1.0)
+        told += ledger.on_crash(CRASH, Underway(("e1", "e2")), 1.0)
         given = ledger.on_ready()
     assert given == [AddEmbedding(texts(1))]  # tried alone
-    told += ledger.on_crash(CRASH, ("e1",), 1.0)
+    told += ledger.on_crash(CRASH, Underway(("e1",)), 1.0)
     assert ledger.on_ready() == [AddEmbedding(texts(2))]
     told += ledger.events([Embedded("e2", b"1234", 1)], 1.0)[0]
     guilty, innocent = told
@@ -323,7 +350,7 @@ def test_texts_that_were_cancelled_while_the_process_is_gone_are_cancelled_in_th
     ledger = Ledger()
     ledger.on_ready()
     ledger.command(AddEmbedding(texts(1)))
-    ledger.on_crash(CRASH, (), 1.0)
+    ledger.on_crash(CRASH, Underway(), 1.0)
     assert ledger.command(CancelRequest("e1")) == []
     assert ledger.on_ready() == [AddEmbedding(texts(1)), CancelRequest("e1")]
 
@@ -349,19 +376,27 @@ def test_when_nothing_helps_everybody_is_told() -> None:
     assert not world.ledger.requests
 
 
-def test_a_load_at_which_the_process_ended_is_told_of_and_not_repeated() -> None:
+@pytest.mark.parametrize(
+    ("question", "error"),
+    [(LoadLora("a", "a.gguf"), ModelLoadError), (LayoutImage(8, 9), InvalidRequestError)],
+)
+def test_a_question_that_met_two_crashes_in_a_row_ends_with_an_error(
+    question: LoadLora | LayoutImage, error: type[Exception]
+) -> None:
     ledger = Ledger()
     assert ledger.on_ready() == []
-    load, unload = Ask(1, LoadLora("a", "a.gguf")), Ask(2, UnloadLora("b"))
-    assert [*ledger.command(load), *ledger.command(unload)] == [load, unload]
-    (told,) = ledger.on_crash(CRASH, [], 0.0)
+    dangerous, unload = Ask(1, question), Ask(2, UnloadLora("b"))
+    assert [*ledger.command(dangerous), *ledger.command(unload)] == [dangerous, unload]
+    assert ledger.on_crash(CRASH, Underway(), 0.0) == []
+    assert ledger.on_ready() == [dangerous, unload]
+    (told,) = ledger.on_crash(CRASH, Underway(), 0.0)
     assert isinstance(told, Answered)
     assert (told.call_id, told.value) == (1, None)
-    assert isinstance(told.error, ModelLoadError)
+    assert isinstance(told.error, error)
     assert ledger.on_ready() == [unload]
     answer = Answered(2, LoadedLoras(()))
     assert ledger.events([answer], 0.0) == ([answer], [])
-    assert ledger.on_crash(CRASH, [], 0.0) == []
+    assert ledger.on_crash(CRASH, Underway(), 0.0) == []
     assert ledger.on_ready() == []
 
 
@@ -370,5 +405,5 @@ def test_a_load_is_repeated_after_somebody_has_killed_the_process() -> None:
     load = Ask(1, LoadLora("a", "a.gguf"))
     ledger.command(load)
     assert ledger.on_ready() == [load]
-    assert ledger.on_crash(CRASH, [], 0.0, is_own=False) == []
+    assert ledger.on_crash(CRASH, Underway(), 0.0, is_own=False) == []
     assert ledger.on_ready() == [load]
