@@ -37,11 +37,18 @@ _TRIAL_SIZE = 64, 64
 
 
 class ChunkShape(NamedTuple):
-    """Size of one media chunk: see `MediaChunk`."""
+    """Size of one media chunk: see `MediaChunk`.
+
+    Attributes
+    ----------
+    has_one_time : bool
+        True if all its rows have the same position in the sequence, as with M-RoPE.
+    """
 
     n_tokens: int
     n_positions: int
     is_causal: bool
+    has_one_time: bool = False
 
 
 class RowPositions(NamedTuple):
@@ -404,10 +411,19 @@ class Projector(NativeHandle):
 
 def _shape_of(projector: Any, chunk: Any) -> ChunkShape:
     lib = media_library()
+    n_tokens = int(lib.mtmd_input_chunk_get_n_tokens(chunk))
+    has_one_time = False
+    if lib.mtmd_decode_use_mrope(projector) and n_tokens:
+        image = lib.mtmd_input_chunk_get_tokens_image(chunk)
+        first, last = (
+            lib.mtmd_image_tokens_get_decoder_pos(image, 0, i).t for i in (0, n_tokens - 1)
+        )
+        has_one_time = first == last
     return ChunkShape(
-        int(lib.mtmd_input_chunk_get_n_tokens(chunk)),
+        n_tokens,
         int(lib.mtmd_input_chunk_get_n_pos(chunk)),
         not lib.mtmd_decode_use_non_causal(projector, chunk),
+        has_one_time,
     )
 
 

@@ -20,12 +20,15 @@ class MediaPiece(NamedTuple):
         Rows and positions of a chunk; 0 for tokens.
     is_causal : bool
         False if each row of the chunk attends to all its rows.
+    has_one_time : bool
+        True if all rows of the chunk have the same position in the sequence, as with M-RoPE.
     """
 
     tokens: tuple[int, ...] = ()
     n_rows: int = 0
     n_positions: int = 0
     is_causal: bool = True
+    has_one_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ positions, and a hash of its content (30 bits a row).  So equal rows mean equal 
 engine as well as in a file or in another process, and a list of tokens alone says where its chunks are.
 
 Number of a row: `-1 - w`.  Bit 30 of `w` marks the first row of a chunk.  Its low 17 bits are the number
-of positions.  All other bits are bits of the hash.
+of positions, and bit 17 says that all rows have one time.  All other bits are bits of the hash.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cllm.engine.media import MAX_ROWS, MIN_ROWS
 
 _FIRST = 1 << 30
 _POSITION_BITS = 17
+_ONE_TIME = 1 << _POSITION_BITS
 
 
 class Span(NamedTuple):
@@ -35,19 +36,19 @@ class Span(NamedTuple):
         Indices `[start, end)` of its rows.
     n_positions : int
         Positions that it takes: as many as rows, or fewer with M-RoPE.
+    has_one_time : bool
+        True if all its rows have the same time, as with M-RoPE: llama.cpp reports one position for all.
     """
 
     start: int
     end: int
     n_positions: int
-
-    @property
-    def is_shifted(self) -> bool:
-        """True if all its rows have the same time, so that llama.cpp reports one position for all."""
-        return self.n_positions != self.end - self.start
+    has_one_time: bool
 
 
-def row_ids(content: bytes, n_rows: int, n_positions: int) -> tuple[int, ...]:
+def row_ids(
+    content: bytes, n_rows: int, n_positions: int, *, has_one_time: bool = False
+) -> tuple[int, ...]:
     """Return the numbers of the rows of a chunk.
 
     Parameters
@@ -58,13 +59,16 @@ def row_ids(content: bytes, n_rows: int, n_positions: int) -> tuple[int, ...]:
         5 to 65,536.
     n_positions : int
         1 to `n_rows`.
+    has_one_time : bool
+        True if all its rows have the same time.
     """
     assert MIN_ROWS <= n_rows <= MAX_ROWS, n_rows
     assert 1 <= n_positions <= n_rows, n_positions
-    head = b"%d %d " % (n_rows, n_positions)
+    head = b"%d %d %d " % (n_rows, n_positions, has_one_time)
     words = np.frombuffer(hashlib.shake_256(head + content).digest(4 * n_rows), "<u4")
     words = (words & (_FIRST - 1)).astype(np.int64)
-    words[0] = _FIRST | words[0] >> _POSITION_BITS << _POSITION_BITS | n_positions
+    shape = n_positions | _ONE_TIME * has_one_time
+    words[0] = _FIRST | words[0] & -(_ONE_TIME << 1) | shape
     return tuple((-1 - words).tolist())
 
 
@@ -100,15 +104,15 @@ class Spans:
         starts = np.flatnonzero(words & _FIRST)
         # A chunk is followed by another one or by a token.
         last = np.append(starts[1:], len(rows)) - 1
-        n_positions = words[starts] & (1 << _POSITION_BITS) - 1
-        return cls(
-            [
-                Span(start, end + 1, n)
-                for start, end, n in zip(
-                    rows[starts].tolist(), rows[last].tolist(), n_positions.tolist(), strict=True
-                )
-            ]
+        firsts = words[starts]
+        shapes = zip(
+            rows[starts].tolist(),
+            (rows[last] + 1).tolist(),
+            (firsts & _ONE_TIME - 1).tolist(),
+            (firsts & _ONE_TIME != 0).tolist(),
+            strict=True,
         )
+        return cls([Span(*shape) for shape in shapes])
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -148,7 +152,7 @@ class Spans:
     def position(self, n: int) -> int:
         """Return the position of row `n`; within a chunk with M-RoPE, the one time of all its rows."""
         index = self.index_at(n)
-        if index is not None and self._spans[index].is_shifted:
+        if index is not None and self._spans[index].has_one_time:
             n = self._starts[index]
         return n + self._shifts[bisect_right(self._ends, n)]
 
@@ -165,7 +169,7 @@ class Spans:
         if last_position is None:
             return 0
         index = bisect_right([self.position(start) for start in self._starts], last_position) - 1
-        if index >= 0 and self._spans[index].is_shifted:
+        if index >= 0 and self._spans[index].has_one_time:
             span = self._spans[index]
             if last_position < self.position(span.end):
                 return span.end if n_before >= span.end else span.start

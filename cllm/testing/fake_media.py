@@ -38,12 +38,12 @@ class FakeChunk:
             [words >> 16, words & 0xFFFF, n_rows], axis=1
         ).astype(np.float32)
         (span,) = Spans.of(row_ids)
-        self._is_shifted = span.is_shifted
+        self._has_one_time = span.has_one_time
 
     def positions(self, p0: int) -> NDArray[np.int32]:
         """Return the positions of its rows after `p0` positions."""
         at = np.arange(p0, p0 + len(self.rows), dtype=np.int32)
-        return np.stack([np.full_like(at, p0), at, at, at]) if self._is_shifted else at
+        return np.stack([np.full_like(at, p0), at, at, at]) if self._has_one_time else at
 
 
 def row_ids_of(rows: NDArray[np.float32]) -> tuple[int, ...]:
@@ -80,8 +80,8 @@ class FakeImageEncoder:
 
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
         """Answer with the image's rows."""
-        ((_, n_rows, n_positions, _),) = self.layout(media.height, media.width)
-        rows = row_ids(chunk_content(media.digest, 0), n_rows, n_positions)
+        (piece,) = self.layout(media.height, media.width)
+        rows = row_ids(chunk_content(media.digest, 0), piece.n_rows, piece.n_positions)
         self.n_encoded += 1
         self._post(MediaEncoded(media.digest, 0, FakeChunk(rows)))
 

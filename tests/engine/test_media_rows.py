@@ -18,11 +18,12 @@ class Part:
 
     n_rows: int
     n_positions: int | None = None
+    has_one_time: bool = False
 
 
 tokens_of = st.integers(1, 6).map(Part)
 chunks = st.integers(MIN_ROWS, 12).flatmap(
-    lambda n: st.sampled_from([1, 2, n]).map(lambda n_positions: Part(n, n_positions))
+    lambda n: st.sampled_from([Part(n, n), *(Part(n, k, has_one_time=True) for k in (1, 2, n))])
 )
 prompts = st.lists(tokens_of | chunks, max_size=6)
 
@@ -38,9 +39,10 @@ def written(parts: list[Part]) -> tuple[list[int], list[int]]:
             positions += range(p, p + part.n_rows)
             p += part.n_rows
             continue
-        tokens += row_ids(b"%d" % number, part.n_rows, part.n_positions)
-        is_plain = part.n_positions == part.n_rows
-        positions += [p + i * is_plain for i in range(part.n_rows)]
+        tokens += row_ids(
+            b"%d" % number, part.n_rows, part.n_positions, has_one_time=part.has_one_time
+        )
+        positions += [p + i * (not part.has_one_time) for i in range(part.n_rows)]
         p += part.n_positions
     return tokens, positions
 
@@ -53,7 +55,7 @@ def test_a_list_of_tokens_says_where_its_chunks_are_and_which_positions_rows_hav
     spans = Spans.of(tokens)
     ends = [sum(p.n_rows for p in parts[: i + 1]) for i in range(len(parts))]
     expected = [
-        Span(end - part.n_rows, end, part.n_positions)
+        Span(end - part.n_rows, end, part.n_positions, part.has_one_time)
         for end, part in zip(ends, parts, strict=True)
         if part.n_positions is not None
     ]
@@ -95,14 +97,17 @@ def test_rows_are_read_back_from_a_position_down_to_whole_chunks(
 
 def test_rows_of_equal_images_are_equal_and_of_others_differ() -> None:
     assert row_ids(b"a", 16, 16) == row_ids(b"a", 16, 16)
-    for other in (row_ids(b"b", 16, 16), row_ids(b"a", 16, 4), row_ids(b"a", 17, 16)):
+    others = [row_ids(b"b", 16, 16), row_ids(b"a", 16, 4), row_ids(b"a", 17, 16)]
+    for other in [*others, row_ids(b"a", 16, 16, has_one_time=True)]:
         assert not set(row_ids(b"a", 16, 16)[1:]) & set(other[1:])
     assert all(-(2**31) <= row < 0 for row in row_ids(b"a", 300, 300))
 
 
 @pytest.mark.parametrize(("n_rows", "n_positions"), [(MIN_ROWS, 1), (MAX_ROWS, MAX_ROWS)])
 def test_the_smallest_and_the_largest_chunk_are_read_back(n_rows: int, n_positions: int) -> None:
-    assert list(Spans.of(row_ids(b"", n_rows, n_positions))) == [Span(0, n_rows, n_positions)]
+    for one_time in (False, True):
+        rows = row_ids(b"", n_rows, n_positions, has_one_time=one_time)
+        assert list(Spans.of(rows)) == [Span(0, n_rows, n_positions, one_time)]
 
 
 def test_tokens_alone_have_no_spans() -> None:

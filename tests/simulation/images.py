@@ -12,17 +12,19 @@ from cllm.engine.media_rows import row_ids
 
 
 class Kind(NamedTuple):
-    """Chunks of an image: the rows and positions of each."""
+    """Chunks of an image: the rows and positions of each; with one time, as with M-RoPE."""
 
     chunks: tuple[tuple[int, int], ...]
     is_causal: bool = True
+    has_one_time: bool = False
 
 
 IMAGES: Mapping[str, Kind] = {
     "A": Kind(((MIN_ROWS, MIN_ROWS),)),
     "B": Kind(((6, 6),), is_causal=False),
-    "C": Kind(((7, 3),)),  # as with M-RoPE
+    "C": Kind(((7, 3),), has_one_time=True),
     "D": Kind(((5, 5), (5, 5))),  # tiles
+    "E": Kind(((6, 6),), has_one_time=True),  # one row of patches
 }
 
 
@@ -31,7 +33,9 @@ def media_of(letter: str) -> tuple[tuple[int, ...], MediaInput]:
     kind = IMAGES[letter]
     rows: list[int] = []
     for ordinal, (n_rows, n_positions) in enumerate(kind.chunks):
-        rows += row_ids(f"{letter} {ordinal}".encode(), n_rows, n_positions)
+        rows += row_ids(
+            f"{letter} {ordinal}".encode(), n_rows, n_positions, has_one_time=kind.has_one_time
+        )
     pixels = np.asarray(rows, np.int32).tobytes()
     return tuple(rows), MediaInput(
         letter.encode(), pixels, 1, len(rows), len(kind.chunks), kind.is_causal

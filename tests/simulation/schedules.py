@@ -191,7 +191,7 @@ def _client(choose: random.Random, name: str, *, with_images: bool) -> list[Step
     prompt = choose.choice(HEADS) + choose.choice("xyz") * choose.randint(1, 5)
     if with_images and choose.random() < 0.7:
         at = choose.randint(0, len(prompt))
-        prompt = prompt[:at] + choose.choice(("A", "B", "C", "D", "AC", "CxC")) + prompt[at:]
+        prompt = prompt[:at] + choose.choice(("A", "B", "C", "D", "E", "AC", "CxC")) + prompt[at:]
     steps: list[Step] = [
         Submit(
             name,

@@ -334,11 +334,11 @@ class LlamaImageEncoder:
 def _piece_of(piece: ChunkShape | list[int], n_whole_max: int) -> MediaPiece:
     if isinstance(piece, list):
         return MediaPiece(tokens=tuple(piece))
-    n_rows, n_positions, is_causal = piece
+    n_rows, n_positions, is_causal, has_one_time = piece
     if not MIN_ROWS <= n_rows <= MAX_ROWS or not 1 <= n_positions <= n_rows:
         limit = f"one of {MIN_ROWS} to {MAX_ROWS} rows (image_min_tokens, image_max_tokens)"
         raise InvalidRequestError("image", f"{n_rows} rows", limit)
     if not is_causal and n_rows > n_whole_max:
         limit = f"at most {n_whole_max} rows, which are decoded at once (n_ubatch)"
         raise InvalidRequestError("image", f"{n_rows} rows", limit)
-    return MediaPiece((), n_rows, n_positions, is_causal)
+    return MediaPiece((), n_rows, n_positions, is_causal, has_one_time)

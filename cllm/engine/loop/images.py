@@ -88,7 +88,9 @@ class ImageReader:
             tokens += piece.tokens
             if piece.n_rows:
                 content = chunk_content(digest, ordinal)
-                tokens += row_ids(content, piece.n_rows, piece.n_positions)
+                tokens += row_ids(
+                    content, piece.n_rows, piece.n_positions, has_one_time=piece.has_one_time
+                )
                 ordinal += 1
         is_causal = all(chunk.is_causal for chunk in chunks)
         media = MediaInput(digest, pixels.data, pixels.height, pixels.width, len(chunks), is_causal)
