@@ -44,6 +44,11 @@ EXPECTED = (
         "a trial may take 512 MiB; tests give it what takes more",
     ),
     Expected(
+        ("allocator is out of memory", "internal allocator is out of memory", "out-of-memory"),
+        "cllm.engine.chat.template_child",
+        "a template may take 512 MiB; tests render templates that take more",
+    ),
+    Expected(
         ("load of value 99",), "",
         "a hazard's file has the pooling type 99, which llama.cpp prints before the file is rejected",
     ),
