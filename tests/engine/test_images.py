@@ -357,7 +357,8 @@ def test_a_projector_of_another_model_is_rejected_at_load() -> None:
         import cllm
         async def main():
             try:
-                await Engine(mmproj={make_projector.ensure("qwen2vl")!r}, preflight=False).start()
+                async with Engine(mmproj={str(make_projector.ensure("qwen2vl"))!r}, preflight=False):
+                    pass
             except cllm.ModelLoadError:
                 os._exit(7)
         anyio.run(main)
