@@ -200,7 +200,7 @@ class Embedder(EmbeddingMethods):
     """An engine for vectors, rankings and classes only.
 
     It has no context for generation, which saves memory.  Use it with `async with`.  Arguments and errors
-    are those of `Engine`; with `embedding_model`, entering raises `InvalidArgumentError`.
+    are those of `Engine`; with `embedding_model` or `mmproj`, entering raises `InvalidArgumentError`.
     """
 
     _child_backend = "cllm.engine.llama.backend:LlamaEmbedderBackend"
@@ -209,4 +209,7 @@ class Embedder(EmbeddingMethods):
         if config.embedding_model is not None:
             limit = "None: an Embedder has one model"
             raise InvalidArgumentError("embedding_model", str(config.embedding_model), limit)
+        if config.mmproj is not None:
+            limit = "None: an Embedder computes vectors of texts"
+            raise InvalidArgumentError("mmproj", str(config.mmproj), limit)
         return LlamaEmbedderBackend(config)

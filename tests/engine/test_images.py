@@ -18,6 +18,7 @@ from PIL import Image as Pillow
 import cllm
 from cllm import (
     Completion,
+    Embedder,
     Engine,
     GenerationError,
     Image,
@@ -241,6 +242,20 @@ async def test_a_suspended_chat_about_an_image_continues_from_a_file(tmp_path: P
 
 
 @pytest.mark.anyio
+async def test_a_score_takes_no_image() -> None:
+    async with engine_of("qwen2vl") as engine:
+        with pytest.raises(InvalidRequestError, match="must be a string or a sequence of token"):
+            await engine.score(question(1), "a")
+
+
+@pytest.mark.anyio
+async def test_an_embedder_takes_no_projector() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"mmproj .* must be None"):
+        async with Embedder(mmproj=make_projector.ensure("qwen2vl")):
+            pass
+
+
+@pytest.mark.anyio
 async def test_images_that_a_chat_cannot_show_are_rejected() -> None:
     twice = PLAIN + PLAIN
     for template in ("none of it", twice):
@@ -249,7 +264,7 @@ async def test_images_that_a_chat_cannot_show_are_rejected() -> None:
                 await engine.chat(said(image(1)), **GREEDY)
     async with engine_of("qwen2vl", chat_template=PLAIN) as engine:
         for messages, words in (
-            (said(image(1), role="system"), "of the user"),
+            (said(image(1), role="system"), "only a user's message has images"),
             (
                 [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}],
                 "a cllm.Image",

@@ -9,6 +9,7 @@ from typing import Any
 from cllm.checks import MAX_CHAT_BYTES, encode_text
 from cllm.engine.chat.image_marks import ImageMarks, image_of, text_of_parts
 from cllm.engine.chat.readable import TEXTS, parts_as_text, words_of
+from cllm.engine.image import Image
 from cllm.errors import InvalidRequestError, TooMuchTextError
 
 # Many templates write `<|` + role + `|>`: a role that is not in `ROLES` could forge a control token.
@@ -246,7 +247,9 @@ def _wrong_part(field: str, part: Any) -> InvalidRequestError:
     if isinstance(kind, str) and kind in TEXTS:
         return InvalidRequestError(f"{field}.{TEXTS[kind]}", part.get(TEXTS[kind]), "a string")
     if kind == "image" and "image" in part:
-        return InvalidRequestError(f"{field}.image", part["image"], "a cllm.Image, of the user")
+        is_image = isinstance(part["image"], Image)
+        limit = "left out: only a user's message has images" if is_image else "a cllm.Image"
+        return InvalidRequestError(f"{field}.image", part["image"], limit)
     return InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
 
 

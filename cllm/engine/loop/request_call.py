@@ -251,6 +251,8 @@ def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]
     """Return the checked prompt, as text or as token ids."""
     if isinstance(prompt, str):
         return prompt
+    if mixed_prompt_of(prompt) is not None:
+        raise InvalidRequestError(field, "with an image", "a string or a sequence of token ids")
     return token_ids_of(field, prompt, "a string or a sequence of token ids")
 
 
