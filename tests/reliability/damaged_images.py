@@ -1,0 +1,223 @@
+"""Damaged files of images: `python -m tests.reliability.damaged_images [--files N] [--save]`.
+
+Each file is an image of a request to one engine with a projector.  The engine must answer the request, or
+reject it with an `InvalidRequestError` that names the image.  Meanwhile another request must have its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import resource
+import struct
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import anyio
+import numpy as np
+from PIL import Image as Pillow
+
+import cllm
+from benchmarks.measure import rss_mib
+from cllm import Engine, Image, InvalidRequestError
+from tests.reliability.record import Cell, Record, Table, conclude
+from tools import make_model, make_projector
+from tools.make_projector import PROJECTORS
+
+NAME = "damaged_images"
+CLAIM = (
+    "A damaged file of an image is an InvalidRequestError that names the image, or an image that the model "
+    "answers. Its process takes a bounded amount of memory, and other requests have their answers."
+)
+N_FILES = 2000
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+PROJECTOR = "qwen2vl"
+N_AT_ONCE = 4
+N_HEAD = 64  # bytes with the sizes; half of the flips go there
+HUGE = 50_000  # pixels on a side
+MAX_CHILD_MIB = 1400  # 1 GiB of address space beside what Python and Pillow take before the limit
+MAX_GROWTH_MIB = 400  # of the engine's process: the pixels of the images that are open
+FLIPPED, CUT, LARGE, FOREIGN = "bits flipped", "cut off", "50,000 × 50,000", "another type of file"
+
+
+class File(NamedTuple):
+    """A file, and the kind of its damage."""
+
+    damage: str
+    format: str
+    data: bytes
+
+
+@dataclass
+class Findings:
+    """Outcomes of the files, and what contradicts the claim."""
+
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    n_answers: int = 0  # of other requests
+    child_mib: float = 0.0
+    growth_mib: float = 0.0
+
+
+# --- Files -------------------------------------------------------------------------------------
+def intact(kind: str) -> bytes:
+    """Return a file of 48 × 40 pixels in this format."""
+    pixels = np.random.RandomState(1).randint(0, 256, (40, 48, 3), np.uint8)
+    written = io.BytesIO()
+    Pillow.fromarray(pixels).save(written, kind)
+    return written.getvalue()
+
+
+def flipped(data: bytes, chance: random.Random) -> bytes:
+    """Return the file with one to eight flipped bits, in every second one only within the head."""
+    copy = bytearray(data)
+    end = min(N_HEAD, len(copy)) if chance.random() < 0.5 else len(copy)
+    for bit in chance.sample(range(8 * end), chance.randint(1, 8)):
+        copy[bit // 8] ^= 1 << bit % 8
+    return bytes(copy)
+
+
+def large(kind: str, data: bytes) -> bytes:
+    """Return the file with a header that states 50,000 × 50,000 pixels, or 16,383 × 16,383 for WebP."""
+    copy = bytearray(data)
+    match kind:
+        case "PNG":
+            copy[16:24] = struct.pack(">II", HUGE, HUGE)
+            copy[29:33] = struct.pack(">I", zlib.crc32(copy[12:29]))
+        case "BMP":
+            copy[18:26] = struct.pack("<ii", HUGE, HUGE)
+        case "GIF":
+            copy[6:10] = struct.pack("<HH", HUGE, HUGE)
+            at = copy.index(b",", 13 + 3 * (2 << (copy[10] & 7)) * (copy[10] >> 7))
+            copy[at + 5 : at + 9] = struct.pack("<HH", HUGE, HUGE)
+        case "JPEG":
+            at = copy.index(b"\xff\xc0")
+            copy[at + 5 : at + 9] = struct.pack(">HH", HUGE, HUGE)
+        case "WEBP":
+            at = copy.index(b"\x9d\x01\x2a")
+            copy[at + 3 : at + 7] = struct.pack("<HH", 0x3FFF, 0x3FFF)
+    return bytes(copy)
+
+
+FOREIGN_FILES = (
+    b"", b"\0", b"GIF", b"II*\0" + bytes(64), b"8BPS" + bytes(64), b"%!PS-Adobe-3.0 EPSF-3.0\n" * 9,
+    b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"GGUF" + bytes(64), b"PK\3\4" + bytes(64),
+    b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(64), b"P6 9 9 255\n" + bytes(243), bytes(range(256)) * 9,
+)  # fmt: skip
+
+
+def files(n: int) -> Iterator[File]:
+    """Yield `n` files, of which about 9 in 10 have flipped bits or are cut off."""
+    chance = random.Random(1)
+    sound = {kind: intact(kind) for kind in FORMATS}
+    for i in range(n):
+        kind = FORMATS[i % len(FORMATS)]
+        data = sound[kind]
+        match i // len(FORMATS) % 20:
+            case 0:
+                yield File(LARGE, kind, large(kind, data))
+            case 1:
+                yield File(FOREIGN, "none", FOREIGN_FILES[i % len(FOREIGN_FILES)])
+            case place if place % 3 == 0:
+                yield File(CUT, kind, data[: chance.randrange(1, len(data))])
+            case _:
+                yield File(FLIPPED, kind, flipped(data, chance))
+
+
+# --- The engine --------------------------------------------------------------------------------
+async def _answer(engine: Engine) -> tuple[int, ...]:
+    done = await engine.generate("count: ", temperature=0, max_tokens=4, ignore_eos=True)
+    return done.token_ids
+
+
+async def _try(engine: Engine, file: File, found: Findings) -> None:
+    try:
+        await engine.generate(["look: ", Image(file.data)], temperature=0, max_tokens=1)
+        outcome = "answered"
+    except (InvalidRequestError, cllm.InvalidArgumentError) as error:
+        outcome = "rejected"
+        if error.field != "image":
+            found.wrong.append(f"{file.damage}, {file.format}: {error}")
+    except Exception as error:
+        outcome = type(error).__name__
+        found.wrong.append(f"{file.damage}, {file.format}: {error!r}")
+    found.outcomes[file.damage, outcome] += 1
+    if outcome == "answered" and file.damage in (LARGE, FOREIGN):
+        found.wrong.append(f"{file.damage}, {file.format}: answered")
+
+
+async def examine(n_files: int = N_FILES) -> Findings:
+    """Give `n_files` files to one engine, and return the findings."""
+    found = Findings()
+    model = make_model.ensure(PROJECTORS[PROJECTOR].text_model)
+    projector = make_projector.ensure(PROJECTOR)
+    queue = files(n_files)
+    async with Engine(
+        model, mmproj=projector, n_ctx=2048, n_threads=1, n_threads_batch=1, preflight=False
+    ) as engine:
+        expected = await _answer(engine)
+        await _try(engine, File("none", "PNG", intact("PNG")), Findings())
+        before = rss_mib()
+
+        async def work() -> None:
+            for file in queue:
+                await _try(engine, file, found)
+                is_right = await _answer(engine) == expected
+                found.n_answers += is_right
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(N_AT_ONCE):
+                tasks.start_soon(work)
+        found.growth_mib = rss_mib() - before
+        found.wrong += await engine.audit()
+    found.child_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    n_wrong = n_files - found.n_answers
+    found.wrong += [f"{n_wrong} other requests without their answer"] * bool(n_wrong)
+    for name, used, limit in (
+        ("a process that decodes", found.child_mib, MAX_CHILD_MIB),
+        ("growth of the engine's process", found.growth_mib, MAX_GROWTH_MIB),
+    ):
+        if used > limit:
+            found.wrong.append(f"{name}: {used:.0f} MiB, at most {limit}")
+    return found
+
+
+def record(found: Findings) -> Record:
+    """Return the record: figures, and a table of outcomes."""
+    damages = (FLIPPED, CUT, LARGE, FOREIGN)
+    rows: list[list[Cell]] = [
+        [damage, found.outcomes[damage, "rejected"], found.outcomes[damage, "answered"]]
+        for damage in damages
+    ]
+    return Record(
+        NAME,
+        CLAIM,
+        f"python -m tests.reliability.{NAME} --save",
+        {
+            "files": found.outcomes.total(),
+            "answers of other requests": found.n_answers,
+            "other errors, or other answers": len(found.wrong),
+            "largest process that decodes, MiB": round(found.child_mib),
+            "growth of the engine's process, MiB": round(found.growth_mib),
+        },
+        [Table(("damage", "rejected", "answered"), rows, "PNG, JPEG, WebP, BMP and GIF files.")],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try all files; 1 if something is not as claimed."""
+    parser = argparse.ArgumentParser(description=CLAIM)
+    parser.add_argument("--files", type=int, default=N_FILES)
+    parser.add_argument("--save", action="store_true", help="keep a record")
+    given = parser.parse_args(arguments)
+    found = anyio.run(examine, given.files)
+    return conclude(record(found), found.wrong, is_kept=given.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
