@@ -142,6 +142,32 @@ async def test_an_image_that_aborts_the_encoder_ends_its_own_request_alone() -> 
         assert await engine.audit() == []
 
 
+class KilledOnce(Engine):
+    _child_backend = "tests.engine.process.poisonous:KilledOnceAtAnImage"
+
+
+@pytest.mark.anyio
+@on_either_loop(
+    "case",
+    [f"{name} {at}" for name in ("gemma3", "qwen2vl") for at in ("encode", "decode", "after")],
+)
+async def test_every_answer_is_right_when_the_process_is_killed_at_an_image(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, point = case.split()
+    monkeypatch.setenv("CLLM_TEST_POINT", point)
+    monkeypatch.setenv("CLLM_TEST_MARKS", str(tmp_path / "killed"))
+    prompts: list[Any] = ["count: ", question(1), question(1), question(2)]
+    options: dict[str, Any] = {"deterministic": True, "n_seq_max": 4, "n_ctx": 4096}
+    async with engine_of(name, **options) as engine:
+        expected = await answers(engine, prompts)
+    async with engine_of(name, process=True, kind=KilledOnce, **options) as engine:
+        found: list[Completion] = await engine.generate_all(prompts, **GREEDY)
+        assert engine.statistics().n_restarts == 1
+        assert await engine.audit() == []
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["gemma3", "qwen2vl"])
 async def test_a_suspended_request_continues_from_a_file_and_a_fork_has_the_image(

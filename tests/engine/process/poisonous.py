@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings import library
 from cllm.bindings.projector import MediaChunk, Projector
-from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.decoder import Decoder, MediaRows
 from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.llama.decoder import LlamaDecoder
@@ -85,6 +85,48 @@ def _watch_images(images: LlamaImageEncoder) -> None:
         return encoded(projector, chunk)
 
     images._encode, images._encoded = watched_encode, watched  # type: ignore[method-assign]
+
+
+class KilledOnceAtAnImage(LlamaBackend):
+    """Backend that kills its process at the first image, at the point that `CLLM_TEST_POINT` names.
+
+    The point is "encode", "decode" of the image's rows, or "after" it, in the next decode.
+    """
+
+    def load(self, owned: ExitStack) -> Loaded:
+        """See `Backend`."""
+        loaded = super().load(owned)
+        decoder, images = loaded.decoder, loaded.images
+        assert isinstance(images, LlamaImageEncoder)
+        point, seen = os.environ["CLLM_TEST_POINT"], list[str]()
+        encoded, add_media, decode = images._encoded, decoder.add_media, decoder.decode
+
+        def watched_encode(projector: Projector, chunk: MediaChunk) -> NDArray[np.float32]:
+            if point == "encode":
+                _kill_once()
+            return encoded(projector, chunk)
+
+        def watched_add(media: MediaRows) -> None:
+            seen.append("decode")
+            add_media(media)
+
+        def watched_decode() -> NDArray[np.float32]:
+            if point in seen:
+                _kill_once()
+            done = decode()
+            seen[:] = ["after"] if "decode" in seen else []
+            return done
+
+        images._encoded = watched_encode  # type: ignore[method-assign]
+        decoder.add_media, decoder.decode = watched_add, watched_decode  # type: ignore[method-assign]
+        return loaded
+
+
+def _kill_once() -> None:
+    marks = Path(os.environ["CLLM_TEST_MARKS"])
+    if not marks.exists():
+        marks.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class AbortsAtLoad(LlamaBackend):
