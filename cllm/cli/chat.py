@@ -71,7 +71,8 @@ async def _take(chat: Chat, commands: ChatCommands, line: str) -> None:
         await commands.obey(line)
     elif line:
         attached, chat.attached = "".join(chat.attached), []
-        await chat.answer(attached + line.removeprefix("/"))
+        images, chat.images = tuple(chat.images), []
+        await chat.answer(attached + line.removeprefix("/"), images)
 
 
 def _ask_message() -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from cllm import InvalidRequestError, SamplingParams
+from cllm import CllmError, Image, InvalidRequestError, SamplingParams
 from cllm.cli.chat_session import Chat
 from cllm.cli.history import turns_of
 from cllm.cli.terminal import complain, note, visible
@@ -54,6 +54,7 @@ class ChatCommands:
                 "NAME VALUE", "set a sampling parameter; without NAME, show those set", self._set
             ),
             "file": ChatCommand("PATH", "put a text file before the next message", self._file),
+            "image": ChatCommand("PATH", "put an image before the next message", self._image),
             "save": ChatCommand("PATH", "write the chat to a file, as JSON", self._save),
             "load": ChatCommand("PATH", "continue a saved chat", self._load),
             "tokens": ChatCommand("TEXT", "show the tokens of a text", self._tokens),
@@ -91,7 +92,7 @@ class ChatCommands:
             return
         given, chat.params = chat.params, replace(chat.params, seed=None)
         try:
-            await chat.answer(turn.message)
+            await chat.answer(turn.message, turn.images)
         finally:
             chat.params = given
 
@@ -135,10 +136,20 @@ class ChatCommands:
             n_tokens = await self._chat.count(text)
             note(f"{n_tokens:,} tokens, before the next message.")
 
+    async def _image(self, path: str) -> None:
+        file = Path(path).expanduser()
+        if not self._chat.takes_images:
+            complain("this model takes no images: give its projector as --mmproj")
+        elif not file.is_file():
+            complain(f"{path or 'the path'} is not a file")
+        else:
+            self._chat.images.append(Image(file))
+            note(f"{file.name}, before the next message.")
+
     async def _save(self, path: str) -> None:
         history = self._chat.history
         chat = {"messages": history.all_messages()}
-        text = json.dumps(chat, ensure_ascii=False, indent=1) + "\n"
+        text = json.dumps(chat, ensure_ascii=False, indent=1, default=_path_of) + "\n"
         try:
             Path(path).expanduser().write_text(text, encoding="utf-8")
         except OSError as error:
@@ -153,7 +164,7 @@ class ChatCommands:
         chat = self._chat
         try:
             system, turns = turns_of(json.loads(text)["messages"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, CllmError) as error:
             complain(f"{path} is no chat: {error}")
             return
         history = chat.history
@@ -184,6 +195,10 @@ class ChatCommands:
 
     async def _exit(self, _: str) -> None:
         self.has_ended = True
+
+
+def _path_of(image: Image) -> str:
+    return str(image.source)
 
 
 def _read(path: str) -> str | None:

@@ -11,6 +11,7 @@ from cllm import (
     Completion,
     Engine,
     FinishReason,
+    Image,
     PromptTooLongError,
     RequestError,
     SamplingParams,
@@ -34,6 +35,8 @@ class Chat:
         Sampling parameters of the next answers.
     attached : list of str
         Texts that are put before the next message.
+    images : list of Image
+        Images that are put before the next message.
     has_failed : bool
         True if a message could not be answered.
     """
@@ -57,6 +60,7 @@ class Chat:
         self.params = params
         self.history: History = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
         self.attached: list[str] = []
+        self.images: list[Image] = []
         self._out = out
         self._last: Completion | None = None
         self._stream: TokenStream | None = None
@@ -73,6 +77,11 @@ class Chat:
         """True if the embedded model answers."""
         return self._engine.config.model is None
 
+    @property
+    def takes_images(self) -> bool:
+        """True if the model has a projector for images."""
+        return "image" in self._engine.model.modalities
+
     async def stop(self) -> None:
         """Stop the present answer."""
         self._is_stopped = True
@@ -80,24 +89,26 @@ class Chat:
             await self._stream.cancel()
 
     # --- Answers -----------------------------------------------------------------------------
-    async def answer(self, message: str) -> None:
+    async def answer(self, message: str, images: tuple[Image, ...] = ()) -> None:
         """Print the answer to a message, with the turns that fit the context; print an error of the request."""
         self._is_stopped = False
         try:
             turns = await self.history.fitting(
-                message, count=self.count, count_prompt=self.count_prompt
+                message, images, count=self.count, count_prompt=self.count_prompt
             )
-            while not await self._answer_after(turns, message):
+            while not await self._answer_after(turns, message, images):
                 turns = turns[1:]
         except RequestError as error:
             self.has_failed = True
             complain(str(error))
 
-    async def _answer_after(self, turns: list[Turn], message: str) -> bool:
+    async def _answer_after(
+        self, turns: list[Turn], message: str, images: tuple[Image, ...]
+    ) -> bool:
         """Print and remember an answer; return False if the prompt is too long and a turn can be dropped."""
         said: list[Message] = []
         for _ in range(MAX_ROUNDS):
-            messages = [*self.history.messages(turns, message), *said]
+            messages = [*self.history.messages(turns, message, images), *said]
             stream = self._engine.stream_chat(messages, self.params, **self._options)
             try:
                 async with self._opened(stream):
@@ -117,7 +128,9 @@ class Chat:
                 said.append({"role": "tool", "tool_call_id": call.id, "content": result})
         else:
             note(f"The model goes on calling: stopped after {MAX_ROUNDS} rounds.")
-        self._remember(message, said, completion)
+        usage = completion.usage
+        n_tokens = usage.n_prompt + usage.n_output
+        self._remember(Turn(message, tuple(said), n_tokens, images), completion)
         return True
 
     async def _print(self, stream: TokenStream) -> Completion:
@@ -140,17 +153,14 @@ class Chat:
             if text and not text.endswith("\n"):
                 await self._out.write("\n")
 
-    def _remember(self, message: str, said: list[Message], completion: Completion) -> None:
+    def _remember(self, turn: Turn, completion: Completion) -> None:
         """Keep the answer, unless it was stopped before its text; print its statistics on a terminal."""
-        usage = completion.usage
         is_stopped = completion.finish_reason is FinishReason.CANCELLED
         if is_stopped and not completion.text:
             note("Stopped before there was an answer; the message is taken back.")
             return
         self._last = completion
-        self.history.turns.append(
-            Turn(message, tuple(said), n_tokens=usage.n_prompt + usage.n_output)
-        )
+        self.history.turns.append(turn)
         if completion.stop_reason == "context":
             note("The context is full: the answer ends here.")
         if is_stopped or self._out.is_terminal:

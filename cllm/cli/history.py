@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cllm import Image
+
 Message = dict[str, Any]
 Messages = list[Message]
 
@@ -23,11 +25,14 @@ class Turn:
         Messages after it: calls of tools and their results, and at last the answer.
     n_tokens : int
         Tokens of the last prompt, which has all earlier turns, and of the answer; 0: unknown.
+    images : tuple of Image
+        Images before the message.
     """
 
     message: str
     said: tuple[Message, ...]
     n_tokens: int
+    images: tuple[Image, ...] = ()
 
     @property
     def texts(self) -> list[str]:
@@ -71,14 +76,16 @@ class History:
         """
         return self.turns[-1].n_tokens if self.turns else 0
 
-    def messages(self, turns: Sequence[Turn], message: str | None) -> Messages:
-        """Return these turns and one more message, as the engine takes them."""
+    def messages(
+        self, turns: Sequence[Turn], message: str | None, images: tuple[Image, ...] = ()
+    ) -> Messages:
+        """Return these turns and one more message with its images, as the engine takes them."""
         messages: Messages = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
         for turn in turns:
-            messages += [{"role": "user", "content": turn.message}, *turn.said]
-        return messages if message is None else [*messages, {"role": "user", "content": message}]
+            messages += [_of_user(turn.message, turn.images), *turn.said]
+        return messages if message is None else [*messages, _of_user(message, images)]
 
     def all_messages(self) -> Messages:
         """Return all messages."""
@@ -87,6 +94,7 @@ class History:
     async def fitting(
         self,
         message: str,
+        images: tuple[Image, ...] = (),
         *,
         count: Callable[[str], Awaitable[int]],
         count_prompt: Callable[[Messages], Awaitable[int]],
@@ -105,9 +113,11 @@ class History:
             may not fit.
         """
         n_room = self.n_ctx - self._n_for_answer
-        if not self.turns or self.n_tokens + await count(message) + N_AROUND <= n_room:
+        if not self.turns:
+            return []
+        if not images and self.n_tokens + await count(message) + N_AROUND <= n_room:
             return list(self.turns)
-        n_prompt = await count_prompt(self.messages(self.turns, message))
+        n_prompt = await count_prompt(self.messages(self.turns, message, images))
         if n_prompt <= n_room:
             return list(self.turns)
         # After a drop the rest of the chat is computed again: drop seldom, and down to half the context.
@@ -133,24 +143,42 @@ class History:
         self.turns.clear()
 
 
+def _of_user(message: str, images: tuple[Image, ...]) -> Message:
+    if not images:
+        return {"role": "user", "content": message}
+    parts: list[Message] = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": message}]}
+
+
+def _from_user(content: Any) -> tuple[str, tuple[Image, ...]]:
+    """Return the text of a user's message, and its images: paths of files stand for them."""
+    if isinstance(content, str):
+        return content, ()
+    *images, text = content
+    if text["type"] != "text" or any(part["type"] != "image" for part in images):
+        raise ValueError("a message has images, and then one text")
+    return text["text"], tuple(Image(part["image"]) for part in images)
+
+
 def turns_of(messages: Messages) -> tuple[str | None, list[Turn]]:
     """Return the system message and the turns of a chat; their token counts are unknown.
 
     Raises
     ------
     ValueError
-        The messages are not turns of a user's text and an answer.
+        The messages are not turns of a user's message and an answer.
     """
     rest, turns, system = list(messages), list[Turn](), None
     if rest and rest[0]["role"] == "system":
         system = str(rest.pop(0)["content"])
     while rest:
         first, said = rest.pop(0), list[Message]()
-        if first["role"] != "user" or not isinstance(first["content"], str):
-            raise ValueError("a turn begins with a text of the user's")
+        if first["role"] != "user":
+            raise ValueError("a turn begins with a message of the user")
+        message, images = _from_user(first["content"])
         while rest and rest[0]["role"] in ("assistant", "tool"):
             said.append(rest.pop(0))
         if not said or said[-1]["role"] != "assistant":
             raise ValueError("a message has no answer")
-        turns.append(Turn(first["content"], tuple(said), n_tokens=0))
+        turns.append(Turn(message, tuple(said), n_tokens=0, images=images))
     return system, turns

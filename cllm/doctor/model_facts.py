@@ -103,10 +103,13 @@ def file_facts(path: Path, reason: str) -> FileFacts | None:
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         return None
+    kind = str(metadata.get("general.type", "model"))
+    if architecture == "clip":
+        kind, reason = "projector", "a projector: load it beside its text model, as --mmproj"
     return FileFacts(
         path=str(path),
         name=str(metadata.get("general.name", path.stem)),
-        kind=str(metadata.get("general.type", "model")),
+        kind=kind,
         architecture=architecture,
         n_bytes=sum(part.stat().st_size for part in model_parts(path)),
         n_tensors=len(shapes),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from PIL import Image as Pillow
 
 from cllm import Engine, EngineConfig, SamplingParams
 from cllm.cli.chat_commands import ChatCommands
@@ -16,6 +17,8 @@ from cllm.cli.history import History, Messages, Turn
 from cllm.cli.terminal import StandardOutput
 from tests.cli.children import BACKSPACE, CTRL_C, CTRL_D, ENDLESS, Terminal, run_cllm
 from tests.conftest import QUIET
+from tools import make_model, make_projector
+from tools.make_projector import PROJECTORS
 
 GREEDY = ("--temperature", "0")
 FIVE = "5 6 7 8"
@@ -136,6 +139,31 @@ def test_what_is_no_chat_leaves_the_present_one(tmp_path: Path) -> None:
     done = run_cllm("chat", *GREEDY, input="\n".join(["1+1=", *loads, "/stats"]))
     assert done.stderr.count("is no chat: ") == len(texts)
     assert "1 turn," in done.stderr
+
+
+def test_an_image_goes_before_the_next_message_and_is_saved_as_its_path(tmp_path: Path) -> None:
+    model = make_model.ensure(PROJECTORS["qwen2vl"].text_model)
+    file, saved = tmp_path / "grey.png", tmp_path / "chat.json"
+    Pillow.new("RGB", (64, 64), "grey").save(file)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    options = ["-m", str(model), "--mmproj", str(make_projector.ensure("qwen2vl")), "-c", "512"]
+    options += ["-n", "4", "--ignore-eos", "--chat-template", template, *GREEDY]
+    lines = [f"/image {file}", "what?", f"/save {saved}", "/regen", "/reset", "/stats"]
+    lines += [f"/load {saved}", "and now?", "/image none.png"]
+    done = run_cllm("chat", *options, input="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    first, *_ = json.loads(saved.read_text())["messages"]
+    assert first["content"] == [
+        {"type": "image", "image": str(file)},
+        {"type": "text", "text": "what?"},
+    ]
+    told = done.stderr.splitlines()
+    assert told[0] == "grey.png, before the next message."
+    assert re.match(r"1 turns, \d\d+ tokens", told[-2]), told
+    assert told[-1] == "cllm: none.png is not a file"
+    assert "is no chat" not in done.stderr
+    refused = run_cllm("chat", input=f"/image {file}")
+    assert refused.stderr == "cllm: this model takes no images: give its projector as --mmproj\n"
 
 
 def test_a_file_goes_before_the_next_message(tmp_path: Path) -> None:

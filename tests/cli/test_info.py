@@ -49,7 +49,7 @@ def test_what_is_no_model_is_one_line_on_stderr() -> None:
     ("architecture", "kind", "environment", "told"),
     [
         ("qwen5next", None, {}, "unknown model architecture: 'qwen5next'"),
-        ("clip", "mmproj", {}, "cannot load"),
+        ("clip", "projector", {}, "a projector: load it beside its text model, as --mmproj"),
         ("llama", None, {"CLLM_LIBRARY": "/nowhere"}, "no libllama found"),
     ],
 )
@@ -64,7 +64,7 @@ def test_the_header_of_any_file_is_shown_without_llama_cpp(
     path = tmp_path / "file.gguf"
     writer = GGUFWriter(path, architecture)
     if kind is not None:
-        writer.add_type(kind)
+        writer.add_type("mmproj")  # as llama.cpp's converter names it
     writer.add_name("A name")
     writer.add_uint32(f"{architecture}.context_length", 4096)
     writer.add_tensor("token_embd.weight", np.zeros((10, 32), np.float32))

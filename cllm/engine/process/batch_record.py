@@ -21,7 +21,7 @@ DIGEST_BYTES = 32
 
 
 class Underway(NamedTuple):
-    """What a process computed last.
+    """Work of a process when it ended.
 
     Attributes
     ----------
