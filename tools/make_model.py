@@ -203,6 +203,8 @@ _QWEN35_KEYS: Metadata = {
 }  # fmt: skip
 # The first layer has the window, the second sees everything; llama.cpp keeps a cache for each.
 _SWA_KEYS = {"attention.sliding_window": N_WINDOW_TINY, "attention.sliding_window_pattern": 2}
+# Around the tiles of an image, as SmolVLM has them.
+_TILE_TOKENS = ("\n\n", "<fake_token_around_image>", "<global-img>")
 
 MODELS: dict[str, Model] = {
     "tiny-llama": Model("llama, for most tests", "llama", _TINY, _UNTIED, (_LLAMA,) * 2),
@@ -221,7 +223,11 @@ MODELS: dict[str, Model] = {
     "tiny-tiles": Model(
         "the tokens around tiles of an image, as SmolVLM has them",
         "llama", Shape(64, 192, 2, 1, 64, 263, 2048), _UNTIED, (_LLAMA,) * 2,
-        more_tokens=("\n\n", "<fake_token_around_image>", "<global-img>")),
+        more_tokens=_TILE_TOKENS),
+    "tiny-swa-tiles": Model(
+        "tiny-swa with the tokens of tiny-tiles",
+        "gemma3", Shape(64, 192, 2, 1, 64, 263, 2048), _UNTIED, (_GEMMA3,) * 2, _SWA_KEYS,
+        more_tokens=_TILE_TOKENS),
     "tiny-recurrent": Model(
         "mamba: no KV cache, a state per sequence",
         "mamba", _TINY_NO_HEAD, _UNTIED, (_MAMBA,) * 2, _SSM),
@@ -229,6 +235,10 @@ MODELS: dict[str, Model] = {
         "jamba: a mamba layer, then an attention layer",
         "jamba", _TINY_ONE_HEAD, _UNTIED, (_JAMBA_MAMBA, _LLAMA),
         {**_SSM, "attention.head_count_kv": [0, 1]}),
+    "tiny-qwen35": Model(
+        "a delta net, then a layer of attention with positions in four parts (M-RoPE)",
+        "qwen35", Shape(64, 192, 1, 1, 64, 263, 2048), _UNTIED, (_DELTA_NET, _GATED_ATTENTION),
+        {**_QWEN35_KEYS, "full_attention_interval": 2}, more_tokens=_TILE_TOKENS),
     "tiny-encoder": Model(
         "bert: has no memory, although llama_model_has_decoder() is true",
         "bert", _TINY_ONE_HEAD, _BERT_ENDS, (_BERT,) * 2, {"attention.layer_norm_epsilon": 1e-5}),

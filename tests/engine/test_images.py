@@ -166,6 +166,8 @@ async def test_every_answer_is_right_when_the_process_is_killed_at_an_image(
         assert engine.statistics().n_restarts == 1
         assert await engine.audit() == []
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    counts = [c.usage.n_image_tokens for c in found]
+    assert counts == [c.usage.n_image_tokens for c in expected]
 
 
 @pytest.mark.anyio

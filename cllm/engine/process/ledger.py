@@ -29,6 +29,7 @@ from cllm.engine.core.commands import (
     Read,
 )
 from cllm.engine.embedding import EmbeddingRequest
+from cllm.engine.media_rows import Spans
 from cllm.engine.output import Completion, FinishReason, TokenDelta, Usage
 from cllm.engine.process.batch_record import Underway
 from cllm.engine.request import GenerationRequest
@@ -163,12 +164,17 @@ class OpenRequest(OpenCall):
         self, reason: FinishReason, stop_reason: str | int | None, now: float, n_cached: int = 0
     ) -> Completion:
         """Return the completion of everything that the reader received."""
-        request = self.request
+        request, spans = self.request, Spans.of(self.request.prompt_token_ids)
         return self.output.completion(
             request.request_id,
             reason,
             stop_reason,
-            usage=Usage(n_prompt=len(request.prompt_token_ids), n_cached=n_cached, n_output=0),
+            usage=Usage(
+                n_prompt=len(request.prompt_token_ids),
+                n_cached=n_cached,
+                n_output=0,
+                n_image_tokens=sum(span.end - span.start for span in spans),
+            ),
             submitted_at=request.submitted_at,
             admitted_at=request.submitted_at,
             ended_at=now,
