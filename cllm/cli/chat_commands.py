@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from cllm import CllmError, Image, InvalidRequestError, SamplingParams
+from cllm import CllmError, Image, InvalidRequestError, RequestError, SamplingParams
 from cllm.cli.chat_session import Chat
 from cllm.cli.history import turns_of
 from cllm.cli.terminal import complain, note, visible
@@ -137,7 +137,7 @@ class ChatCommands:
             note(f"{n_tokens:,} tokens, before the next message.")
 
     async def _image(self, path: str) -> None:
-        file = Path(path).expanduser()
+        file = Path(path).expanduser().resolve()
         if not self._chat.takes_images:
             complain("this model takes no images: give its projector as --mmproj")
         elif not file.is_file():
@@ -168,10 +168,16 @@ class ChatCommands:
             complain(f"{path} is no chat: {error}")
             return
         history = chat.history
+        before = history.system, history.turns
         history.system, history.turns = system, turns
-        if turns:
-            n_tokens = await chat.count_prompt(history.all_messages())
-            turns[-1] = replace(turns[-1], n_tokens=n_tokens)
+        try:
+            if turns:
+                n_tokens = await chat.count_prompt(history.all_messages())
+                turns[-1] = replace(turns[-1], n_tokens=n_tokens)
+        except RequestError as error:  # such as an image whose file is gone
+            history.system, history.turns = before
+            complain(f"cannot continue {path}: {error}")
+            return
         note(f"{len(turns)} turns, {history.n_tokens:,} tokens")
 
     # --- The rest ------------------------------------------------------------------------------

@@ -125,7 +125,10 @@ class History:
         kept = list(self.turns)
         while kept and n_prompt > n_wanted:
             dropped = kept.pop(0)
-            n_prompt -= sum([await count(text) for text in dropped.texts])
+            if dropped.images:
+                n_prompt = await count_prompt(self.messages(kept, message, images))
+            else:
+                n_prompt -= sum([await count(text) for text in dropped.texts])
         return kept
 
     def keep(self, turns: list[Turn]) -> int:
@@ -155,7 +158,8 @@ def _from_user(content: Any) -> tuple[str, tuple[Image, ...]]:
     if isinstance(content, str):
         return content, ()
     *images, text = content
-    if text["type"] != "text" or any(part["type"] != "image" for part in images):
+    is_text = text["type"] == "text" and isinstance(text["text"], str)
+    if not is_text or any(part["type"] != "image" for part in images):
         raise ValueError("a message has images, and then one text")
     return text["text"], tuple(Image(part["image"]) for part in images)
 

@@ -148,8 +148,9 @@ def test_an_image_goes_before_the_next_message_and_is_saved_as_its_path(tmp_path
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     options = ["-m", str(model), "--mmproj", str(make_projector.ensure("qwen2vl")), "-c", "512"]
     options += ["-n", "4", "--ignore-eos", "--chat-template", template, *GREEDY]
-    lines = [f"/image {file}", "what?", f"/save {saved}", "/regen", "/reset", "/stats"]
-    lines += [f"/load {saved}", "and now?", "/image none.png"]
+    again = tmp_path / "again.json"
+    lines = [f"/image {file}", "what?", f"/save {saved}", "/reset", f"/load {saved}"]
+    lines += ["/image none.png", "/regen", f"/save {again}", "/stats"]
     done = run_cllm("chat", *options, input="\n".join(lines))
     assert done.returncode == 0, done.stderr
     first, *_ = json.loads(saved.read_text())["messages"]
@@ -157,11 +158,18 @@ def test_an_image_goes_before_the_next_message_and_is_saved_as_its_path(tmp_path
         {"type": "image", "image": str(file)},
         {"type": "text", "text": "what?"},
     ]
-    told = done.stderr.splitlines()
-    assert told[0] == "grey.png, before the next message."
-    assert re.match(r"1 turns, \d\d+ tokens", told[-2]), told
-    assert told[-1] == "cllm: none.png is not a file"
+    assert json.loads(again.read_text())["messages"][0] == first
+    assert done.stderr.startswith("grey.png, before the next message.\n")
+    assert "cllm: none.png is not a file\n" in done.stderr
     assert "is no chat" not in done.stderr
+    for gone in ([], ["--mmproj", str(make_projector.ensure("qwen2vl"))]):
+        file.unlink(missing_ok=True)
+        lines = ["one", f"/load {saved}", "/stats"]
+        options = ["-m", str(model), *gone, "-n", "4", "--chat-template", template, *GREEDY]
+        refused = run_cllm("chat", *options, input="\n".join(lines))
+        assert refused.returncode == 0
+        assert f"cannot continue {saved}: image is" in refused.stderr
+        assert "1 turn, " in refused.stderr
     refused = run_cllm("chat", input=f"/image {file}")
     assert refused.stderr == "cllm: this model takes no images: give its projector as --mmproj\n"
 

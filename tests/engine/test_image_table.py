@@ -64,10 +64,13 @@ REFERENCES: dict[Cell, Completion] = {}
 
 
 async def reference(cell: Cell) -> Completion:
-    """The answer of an engine that has had no other request."""
+    """The answer of an engine that has had no other request; the one about another image differs."""
     if cell not in REFERENCES:
         async with cell.engine(prefix_cache=False) as engine:
             REFERENCES[cell] = await engine.generate(ask(1), **OPTIONS)
+            other = await engine.generate(ask(2), **OPTIONS)
+        with pytest.raises(AssertionError):
+            assert_same(other, REFERENCES[cell])
     return REFERENCES[cell]
 
 
@@ -89,7 +92,7 @@ Feature = Callable[[Cell, Path], Awaitable[Completion]]
 
 async def shared_with_a_running_request(cell: Cell, _: Path) -> Completion:
     """The rows of the image are computed once."""
-    async with cell.engine() as engine:
+    async with cell.engine(stream_buffer=2) as engine:
         async with engine.stream(ask(1), **{**OPTIONS, "max_tokens": 64}) as stream:
             await anext(stream)
             found: Completion = await engine.generate(ask(1), **OPTIONS)
@@ -109,7 +112,7 @@ async def shared_with_an_earlier_request(cell: Cell, _: Path) -> Completion:
 
 
 async def preempted(cell: Cell, _: Path) -> Completion:
-    """Three requests that grow beyond the cells."""
+    """Four requests that grow beyond the cells."""
     n_prompt = (await reference(cell)).usage.n_prompt
     async with cell.engine(n_ctx=256 * (1 + n_prompt // 128), n_seq_max=4) as engine:
         n_ctx = engine.model.n_ctx
@@ -145,7 +148,10 @@ async def restored_from_a_file(cell: Cell, directory: Path) -> Completion:
 
 async def suspended_to_a_file(cell: Cell, directory: Path) -> Completion:
     """A new engine continues the request."""
-    async with cell.engine() as engine, engine.stream(ask(1), **OPTIONS) as stream:
+    async with (
+        cell.engine(stream_buffer=2) as engine,
+        engine.stream(ask(1), **OPTIONS) as stream,
+    ):
         await anext(stream)
         (await stream.suspend()).save(directory / "saved")
     saved = SavedGeneration.load(directory / "saved")
@@ -155,15 +161,20 @@ async def suspended_to_a_file(cell: Cell, directory: Path) -> Completion:
 
 async def forked(cell: Cell, _: Path) -> Completion:
     """A fork has the cells of the image."""
-    async with cell.engine() as engine, engine.stream(ask(1), **OPTIONS) as stream:
+    async with (
+        cell.engine(stream_buffer=2) as engine,
+        engine.stream(ask(1), **OPTIONS) as stream,
+    ):
         await anext(stream)
         (fork,) = stream.fork(1)
         async with fork:
-            return await fork.completion()
+            found = await fork.completion()
+        assert found.usage.n_cached >= found.usage.n_image_tokens
+    return found
 
 
 async def rewound(cell: Cell, _: Path) -> Completion:
-    """The output goes on before its last tokens."""
+    """The output continues before its last tokens."""
     async with cell.engine() as engine, engine.stream(ask(1), **OPTIONS) as stream:
         for _delta in range(5):
             await anext(stream)
@@ -201,10 +212,12 @@ async def deterministic(cell: Cell, _: Path) -> Completion:
             prompts = [ask(2), ask(1), ask(3)]
             found: list[Completion] = await engine.generate_all(prompts, **OPTIONS)
             alone: Completion = await engine.generate(ask(1), **OPTIONS)
-    except InvalidArgumentError:
-        if cell.memory != "hybrid":  # on some machines llama.cpp's kernels for its states are not
+    except InvalidArgumentError as error:
+        if cell.memory != "hybrid" or error.field != "deterministic":
             raise
-        return await reference(cell)
+        pytest.skip(
+            str(error)
+        )  # llama.cpp's kernels for the states are deterministic on some machines
     assert found[1].token_ids == alone.token_ids
     return alone
 

@@ -130,9 +130,10 @@ async def test_an_image_that_aborts_the_encoder_ends_its_own_request_alone() -> 
     poison = pixels(9)
     poison[0, 0] = 255, 0, 255
     prompts: list[Any] = [question(1), ["look: ", Image(poison)], question(2), "count: "]
-    async with engine_of("qwen2vl") as engine:
+    options: dict[str, Any] = {"deterministic": True, "n_seq_max": 4, "n_ctx": 4096}
+    async with engine_of("qwen2vl", **options) as engine:
         wholes = await answers(engine, [prompt for prompt in prompts if prompt is not prompts[1]])
-    async with engine_of("qwen2vl", process=True, kind=Poisonous) as engine:
+    async with engine_of("qwen2vl", process=True, kind=Poisonous, **options) as engine:
         found = await engine.generate_all(prompts, return_exceptions=True, **GREEDY)
         failed = found.pop(1)
         assert isinstance(failed, GenerationError)

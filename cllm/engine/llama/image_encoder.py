@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +91,7 @@ class LlamaImageEncoder:
         self._target_s = None if target_ms is None else target_ms / 1000.0
         self._changed = threading.Condition()
         self._jobs: deque[tuple[MediaInput, tuple[int, ...]]] = deque()
-        self._present: tuple[MediaInput, tuple[int, ...]] | None = None  # under way
+        self._present: bytes | None = None  # the digest of the image under way
         self._cancelled: set[bytes] = set()
         self._is_stopping = self._is_decoding = self._is_in_slice = False
         self._is_cancelled = False  # the image under way
@@ -139,7 +140,7 @@ class LlamaImageEncoder:
         """
         projector = self._projector
         if projector is None:
-            raise ClosedError("the encoder is closed")
+            raise ClosedError("the encoder of images has ended") from self._ended
         try:
             pieces = projector.layout(height, width)
         except (InvalidArgumentError, LlamaCallError) as error:
@@ -178,7 +179,7 @@ class LlamaImageEncoder:
         """Encode no further chunk of this image."""
         with self._changed:
             self._jobs = deque(job for job in self._jobs if job[0].digest != digest)
-            if self._present is not None and self._present[0].digest == digest:
+            if self._present == digest:
                 self._cancelled.add(digest)
 
     def pause(self) -> None:
@@ -233,13 +234,10 @@ class LlamaImageEncoder:
                 self._projector = None
 
     def _end(self, error: Exception) -> None:
-        """Answer all images with an error, those under way and later ones."""
+        """Answer all waiting and later images with an error."""
         with self._changed:
             self._ended = error
-            jobs = [] if self._present is None else [self._present]
-            jobs += self._jobs
-            self._jobs.clear()
-            self._present = None
+            jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             self._fail(*job, error)
 
@@ -267,30 +265,32 @@ class LlamaImageEncoder:
                 self._changed.wait()
             if self._is_stopping:
                 return None
-            self._present, self._is_cancelled = self._jobs.popleft(), False
-            return self._present
+            job = self._jobs.popleft()
+            self._present, self._is_cancelled = job[0].digest, False
+            return job
 
     def _encode(self, projector: Projector, media: MediaInput, ordinals: tuple[int, ...]) -> None:
-        left, chunks = list(ordinals), list[MediaChunk]()
+        left = list(ordinals)
         try:
             self._note(media.digest)
-            size = media.height, media.width, 3
-            pieces = projector.split(np.frombuffer(media.pixels, np.uint8).reshape(size))
-            chunks += [piece for piece in pieces if not isinstance(piece, list)]
-            for ordinal in ordinals:
-                chunk = chunks[ordinal]
-                # Cutting and scaling the pixels above takes one core alone, beside the decodes.
-                rows = self._encoded(projector, chunk)
-                if not np.isfinite(rows).all():
-                    raise LlamaCallError("mtmd_batch_encode", 0, "the embeddings are not finite")
-                left.pop(0)
-                self._post(MediaEncoded(media.digest, ordinal, EncodedRows(rows, chunk.rows_at)))
+            with ExitStack() as opened:
+                size = media.height, media.width, 3
+                pieces = projector.split(np.frombuffer(media.pixels, np.uint8).reshape(size))
+                chunks = [piece for piece in pieces if not isinstance(piece, list)]
+                for chunk in chunks:
+                    opened.callback(chunk.close)
+                for ordinal in ordinals:
+                    chunk = chunks[ordinal]
+                    # Cutting and scaling the pixels above takes one core alone, beside the decodes.
+                    rows = EncodedRows(self._encoded(projector, chunk), chunk.rows_at)
+                    if not np.isfinite(rows.rows).all():
+                        raise LlamaCallError("mtmd_batch_encode", 0, "embeddings are not finite")
+                    left.pop(0)
+                    self._post(MediaEncoded(media.digest, ordinal, rows))
         except Exception as error:
             # A cancelled image may be wanted again: its next job is in the queue then.
             self._fail(media, () if self._is_cancelled else left, error)
         finally:
-            for chunk in chunks:
-                chunk.close()
             self._note(b"")
             with self._changed:
                 self._present = None
@@ -326,8 +326,7 @@ class LlamaImageEncoder:
             while self._is_decoding and not self._is_stopping:
                 self._changed.wait()
             self._is_in_slice = True
-            assert self._present is not None
-            self._is_cancelled = self._is_stopping or self._present[0].digest in self._cancelled
+            self._is_cancelled = self._is_stopping or self._present in self._cancelled
             return not self._is_cancelled
 
 

@@ -107,9 +107,15 @@ class ImageReader:
         chunks = []
         for image in media:
             layout = await self._layout(LayoutImage(image.height, image.width))
-            chunks += [piece[1:3] for piece in layout.pieces if piece.n_rows]
-        found = [(span.end - span.start, span.n_positions) for span in Spans.of(tokens)]
-        if found != chunks:
+            chunks += [
+                (piece.n_rows, piece.n_positions, piece.has_one_time)
+                for piece in layout.pieces
+                if piece.n_rows
+            ]
+        spans = Spans.of(tokens)
+        shapes = [(span.end - span.start, span.n_positions, span.has_one_time) for span in spans]
+        if shapes != chunks:
+            found = [shape[:2] for shape in shapes]
             limit = "the rows of this engine's projector (image_min_tokens, image_max_tokens)"
             raise InvalidRequestError("image", f"chunks of {found} rows and positions", limit)
 

@@ -1,4 +1,4 @@
-"""BatchRecord: what a process computes, in memory that outlives the process.
+"""BatchRecord: the present work of a process, in memory that outlives the process.
 
 Over the socket, the record would wake the parent before each decode of another batch, and the parent needs
 it only after a crash.

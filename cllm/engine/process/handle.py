@@ -45,7 +45,7 @@ class Ending(NamedTuple):
     was_killed : bool
         True if SIGKILL ended it: from a user, from the kernel without memory, or from `ProcessHandle.kill`.
     underway : Underway
-        What it computed last.
+        Work of the process when it ended.
     """
 
     crash: CrashError

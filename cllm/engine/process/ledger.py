@@ -43,7 +43,7 @@ from cllm.errors import (
 )
 
 # A request that was being computed at this many crashes in a row is suspect: it runs alone.  A question that
-# was open at as many is answered with an error: of each new process it is asked first.
+# was open at as many ends with an error.  A process answers questions before it decodes.
 N_CRASHES_SUSPECT = 2
 # After this many tokens from one process its crashes no longer count: it would crash at the same token.
 N_INNOCENT = 16
@@ -202,7 +202,7 @@ class OpenQuestion:
     n_crashes: int = 0
 
     def failed(self, cause: Exception) -> Answered | None:
-        """Return the answer to a question that may have crashed the process; None if it cannot do that."""
+        """Return the answer to a question that may have crashed the process; None if such a question cannot."""
         ended = f"the engine's process ended: {cause}"
         match self.ask.question:
             case LoadLora(path=path):
@@ -328,7 +328,7 @@ class Ledger:
         Parameters
         ----------
         underway : Underway
-            What the process computed last.
+            Work of the process when it ended.
         is_own : bool
             True if that may have caused the end; False, for example, after a lost RPC server.
         """
@@ -350,7 +350,7 @@ class Ledger:
         return told
 
     def _questions_failed(self, cause: Exception) -> list[Event]:
-        """Answer with an error what has met crashes and may have caused them; it is not sent again."""
+        """Answer questions that have met two crashes with an error, and forget them."""
         told: list[Event] = []
         for call_id, question in list(self._questions.items()):
             question.n_crashes += 1

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from cllm import EngineConfig, InvalidRequestError
+from cllm import ClosedError, EngineConfig, InvalidRequestError
 from cllm.bindings import Model
 from cllm.bindings.projector import ChunkShape, RowPositions
 from cllm.engine.core.commands import MediaEncoded
@@ -27,12 +27,8 @@ class ScriptedChunk:
 
     rows_at = RowPositions(np.arange(N_ROWS, dtype=np.int32), np.ones(N_ROWS, np.int32))
 
-    is_broken = False
-
     def close(self) -> None:
         """There is nothing to close."""
-        if self.is_broken:
-            raise RuntimeError("scripted")
 
 
 class ScriptedProjector:
@@ -200,21 +196,24 @@ def test_the_image_under_way_is_noted_and_then_none(scene: Scene) -> None:
     assert scene.images == [b"a", b"", b"b", b""]
 
 
-def test_images_are_answered_with_an_error_after_the_thread_has_ended(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ScriptedChunk, "is_broken", True)
-    for name in (b"a", b"b"):
-        scene.encode(name, 0)
+def test_images_are_answered_with_an_error_after_the_thread_has_ended(scene: Scene) -> None:
+    notes = iter([None, RuntimeError("scripted")])
+
+    def fail_at_the_second(_: bytes) -> None:
+        if (error := next(notes)) is not None:
+            raise error
+
+    scene.encoder.start(scene.posted.put, fail_at_the_second)
+    scene.encode(b"a", 0)
+    scene.projector.began.get(timeout=WAIT_S)
+    scene.encode(b"b", 0)
     scene.projector.ends.put(True)
-    heard = [scene.heard() for _ in range(3)]
-    assert [(one.digest, one.error is None) for one in heard] == [
-        (b"a", True),
-        (b"a", False),
-        (b"b", False),
-    ]
+    heard = [scene.heard() for _ in range(2)]
+    assert [(one.digest, one.error is None) for one in heard] == [(b"a", True), (b"b", False)]
     scene.encode(b"c", 0)
     assert isinstance(scene.heard().error, RuntimeError)
+    with pytest.raises(ClosedError, match="has ended"):
+        scene.encoder.layout(8, 8)
     scene.encoder.pause()  # and no decode waits
     scene.encoder.resume()
 
