@@ -43,7 +43,7 @@ from cllm.errors import (
 )
 
 # A request that was being computed at this many crashes in a row is suspect: it runs alone.  A question that
-# was open at as many ends with an error.  A process answers questions before it decodes.
+# was open at as many ends with an error.
 N_CRASHES_SUSPECT = 2
 # After this many tokens from one process its crashes no longer count: it would crash at the same token.
 N_INNOCENT = 16

@@ -226,7 +226,6 @@ class InferenceThread(EngineHost):
             tick_s = 0.0
             for command in commands:
                 self._handle(core, command)
-            self._answer_questions()
             if is_last:
                 core.queue.cancel_all()
                 core.save_prefixes()
@@ -239,6 +238,7 @@ class InferenceThread(EngineHost):
                         f"the KV cache bookkeeping and llama.cpp disagree: {'; '.join(found)}"
                     )
             events = core.take_events()
+            events += self._questions.take_events() if self._questions is not None else []
             self._publish(core)
             n_ended, started = sum(map(_has_ended_well, events)), time.perf_counter()
             self._linger.on_ends(n_ended, started)
@@ -261,12 +261,6 @@ class InferenceThread(EngineHost):
                 return
             if is_last:
                 return
-
-    def _answer_questions(self) -> None:
-        """Post the answers before the next decode: a crash there is not the fault of a question."""
-        if self._questions is not None and (answers := self._questions.take_events()):
-            self._held += answers
-            self._post_held()
 
     @property
     def _has_texts(self) -> bool:
