@@ -192,6 +192,9 @@ def type_name(value: object) -> str:
 
 
 EVENT_LOOPS = ("asyncio", "trio")
+IS_SANITIZED = (
+    "CLLM_SANITIZER_REPORTS" in os.environ
+)  # libllama has sanitizers: see `make test-asan`
 
 
 def on_either_loop(name: str, values: Iterable[str]) -> pytest.MarkDecorator:

@@ -117,6 +117,11 @@ class Spans:
     def __len__(self) -> int:
         return len(self._spans)
 
+    @property
+    def n_media_rows(self) -> int:
+        """Number of rows that belong to chunks."""
+        return sum(span.end - span.start for span in self._spans)
+
     def __getitem__(self, index: int) -> Span:
         return self._spans[index]
 

@@ -38,7 +38,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.process import engine_process, spawn
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
-from tests.conftest import QUIET, some_in_fast
+from tests.conftest import IS_SANITIZED, QUIET, some_in_fast
 from tests.engine.samplings import SAMPLINGS, SCHEMA
 from tests.lora_files import make_lora
 
@@ -105,7 +105,7 @@ async def read(
             marks=[
                 pytest.mark.full,
                 pytest.mark.skipif(
-                    "CLLM_SANITIZER_REPORTS" in os.environ,
+                    IS_SANITIZED,
                     reason="AddressSanitizer reports a SIGSEGV and aborts",
                 ),
             ],

@@ -279,7 +279,7 @@ class Sequence:
                 n_output=self.n_sampled,
                 n_drafted=self.n_drafted,
                 n_accepted=self.n_accepted,
-                n_image_tokens=sum(span.end - span.start for span in self.spans),
+                n_image_tokens=self.spans.n_media_rows,
             ),
             submitted_at=request.submitted_at,
             admitted_at=now if self.admitted_at is None else self.admitted_at,

@@ -164,7 +164,7 @@ class OpenRequest(OpenCall):
         self, reason: FinishReason, stop_reason: str | int | None, now: float, n_cached: int = 0
     ) -> Completion:
         """Return the completion of everything that the reader received."""
-        request, spans = self.request, Spans.of(self.request.prompt_token_ids)
+        request = self.request
         return self.output.completion(
             request.request_id,
             reason,
@@ -173,7 +173,7 @@ class OpenRequest(OpenCall):
                 n_prompt=len(request.prompt_token_ids),
                 n_cached=n_cached,
                 n_output=0,
-                n_image_tokens=sum(span.end - span.start for span in spans),
+                n_image_tokens=Spans.of(request.prompt_token_ids).n_media_rows,
             ),
             submitted_at=request.submitted_at,
             admitted_at=request.submitted_at,
