@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, ParamSpec, Self, TypeVar, Unpack
@@ -38,8 +39,8 @@ from cllm.errors import (
     InvalidArgumentError,
     WrongProcessError,
 )
-from cllm.hub.download import find_model
-from cllm.hub.names import is_name
+from cllm.hub.download import find_model, find_projector
+from cllm.hub.names import is_name, is_projector, one_projector
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
@@ -443,14 +444,29 @@ def _stop_leaked(hosts: list[EngineHost], name: str, generation: int) -> None:
 
 
 def _projector_beside(model: Path) -> Path | None:
-    """Return the projector file in the folder of a model; None without exactly one."""
-    found = sorted(model.parent.glob("mmproj*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
+    """Return the projector in the folder of a model; None without one, or with several."""
+    found = sorted(path.name for path in model.parent.glob("*.gguf") if is_projector(path.name))
+    chosen = one_projector(found)
+    if found and chosen is None:
         logger.warning(
-            "no projector is used: mmproj='auto' found several beside the model: %s", names
+            "no projector is used: mmproj='auto' found several beside the model: %s",
+            ", ".join(found),
         )
-    return found[0] if len(found) == 1 else None
+    return None if chosen is None else model.parent / chosen
+
+
+async def _projector(given: str | Path | None, name: object, model: Path) -> str | Path | None:
+    """Return the file of the projector that `mmproj` states, for a model that was given as `name`."""
+    find: Callable[[], Path | None]
+    if is_name(given):
+        find = partial(find_model, given)
+    elif given != AUTO:
+        return given
+    elif is_name(name):
+        find = partial(find_projector, name)
+    else:
+        find = partial(_projector_beside, model)
+    return await anyio.to_thread.run_sync(find, abandon_on_cancel=True)
 
 
 async def _resolved(config: EngineConfig) -> EngineConfig:
@@ -464,10 +480,10 @@ async def _resolved(config: EngineConfig) -> EngineConfig:
         else given
         for given in (config.model, config.speculation, config.embedding_model)
     ]
+    name = config.model
     config = replace(config, model=model, speculation=speculation, embedding_model=embedding_model)
-    if config.mmproj == AUTO:
-        mmproj = await anyio.to_thread.run_sync(_projector_beside, config.model_path)
-        config = replace(config, mmproj=mmproj)
+    mmproj = await _projector(config.mmproj, name, config.model_path)
+    config = replace(config, mmproj=mmproj)
     if config.n_ctx == AUTO:
         n_ctx, why = await anyio.to_thread.run_sync(choose_n_ctx, config)
         logger.info("%s", why)

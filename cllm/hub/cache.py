@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cllm.hub.names import ModelName, choose_files, models_of, name_of
+from cllm.hub.names import Choose, ModelName, choose_files, models_of, name_of
 
 REPO = "models--"  # beginning of a repository's directory: `models--user--name`
 INCOMPLETE = ".incomplete"
@@ -47,8 +47,10 @@ def repo_directory(repo: str) -> Path:
     return cache_directory() / (REPO + repo.replace("/", "--"))
 
 
-def cached_files(name: ModelName) -> list[Path] | None:
+def cached_files(name: ModelName, choose: Choose = choose_files) -> list[Path] | None:
     """Return the files of a model; None if they are not all in its snapshot of the main branch.
+
+    `choose` returns them among the files of the snapshot.
 
     Without such a snapshot the newest one is used.  A name without a quantization takes Q4_K_M if the
     snapshot has it, otherwise any: the hub is not queried.
@@ -57,7 +59,7 @@ def cached_files(name: ModelName) -> list[Path] | None:
     if snapshot is None:
         return None
     try:
-        return [snapshot / file for file in choose_files(name, _files_of(snapshot))]
+        return [snapshot / file for file in choose(name, _files_of(snapshot))]
     except FileNotFoundError:
         return None
 

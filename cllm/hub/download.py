@@ -10,18 +10,21 @@ import errno
 import hashlib
 import importlib.util
 import io
+import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from cllm.errors import DownloadError, InvalidArgumentError
 from cllm.hub.cache import INCOMPLETE, cached_files, repo_directory
-from cllm.hub.names import ModelName, choose_files, parse_name
+from cllm.hub.names import Choose, ModelName, choose_files, choose_projector, parse_name
 
+logger: logging.Logger = logging.getLogger("cllm.engine")
 GIB = 1 << 30
 MAX_FILE_BYTES = 50 * 10**9  # of one download by huggingface_hub; larger models come in parts
 _SHA256, _COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
@@ -51,6 +54,35 @@ def find_model(name: str) -> Path:
     return files[0]
 
 
+def find_projector(name: str) -> Path | None:
+    """Return the projector in the repository of a model; download it if the cache lacks it.  May block.
+
+    Returns
+    -------
+    Path or None
+        None if the repository has none, or if the cache has none and the hub does not answer, which is logged.
+
+    Raises
+    ------
+    InvalidArgumentError
+        `name` is not a name, or huggingface_hub is not installed.
+    DownloadError
+    """
+    model = parse_name(name)
+    check_library(name)
+    if cached := cached_files(model, choose_projector):
+        return cached[0]
+    try:
+        with _download_errors(model):
+            listed = _files_of(model, choose_projector)
+    except DownloadError as error:
+        logger.warning("no projector is used: %s", error)
+        return None
+    with _download_errors(model):
+        paths = _downloaded(model, listed)
+    return paths[0] if paths else None
+
+
 def check_library(name: str) -> None:
     """Raise an error with this name if huggingface_hub is not installed.
 
@@ -72,20 +104,30 @@ def pull_model(model: ModelName) -> list[Path]:
     ------
     DownloadError
     """
+    with _download_errors(model):
+        return _downloaded(model, _files_of(model, choose_files))
+
+
+def _downloaded(model: ModelName, files: list[_File]) -> list[Path]:
+    _check_space(model, files)
+    return [_download(model, file) for file in files]
+
+
+@contextmanager
+def _download_errors(model: ModelName) -> Iterator[None]:
+    """Raise `DownloadError` for errors of the hub, of the connection and of the disk."""
     from huggingface_hub import errors
 
     try:
-        chosen = _files_of(model)
-        _check_space(model, chosen)
-        return [_download(model, file) for file in chosen]
+        yield
     except FileNotFoundError as error:
         raise DownloadError(str(model), str(error)) from error
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # its HTTP library's
         raise DownloadError(str(model), _reason(error)) from error
 
 
-def _files_of(model: ModelName) -> list[_File]:
-    """Return the files of a model that the hub lists; raise `DownloadError` if its answer cannot be read."""
+def _files_of(model: ModelName, choose: Choose) -> list[_File]:
+    """Return the files that `choose` takes from the hub's list; raise `DownloadError` if its answer cannot be read."""
     import huggingface_hub
 
     try:
@@ -94,7 +136,7 @@ def _files_of(model: ModelName) -> list[_File]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"the hub's answer cannot be read ({type(error).__name__}: {error})"
         raise DownloadError(str(model), reason) from error
-    return [_checked(info.sha, known[path]) for path in choose_files(model, known)]
+    return [_checked(info.sha, known[path]) for path in choose(model, known)]
 
 
 def _checked(commit: Any, sibling: Any) -> _File:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeGuard
@@ -21,7 +21,10 @@ _QUANT = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|BF16|F16|F32|MXFP4(?:_\w+)?)(?![A-Za-z0-9])",
     re.ASCII | re.IGNORECASE,
 )
-_NO_MODELS = ("mmproj", "imatrix")
+PROJECTOR = "mmproj"  # beginning of a projector's file name
+_NO_MODELS = (PROJECTOR, "imatrix")
+# The preferred types of projectors: all CPUs and GPUs compute F16 fast.
+_PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class ModelName:
         if self.file is not None:
             return f"{PREFIX}{self.repo}/{self.file}"
         return f"{PREFIX}{self.repo}" + (f":{self.quant}" if self.quant else "")
+
+
+# Returns the files that belong to a name, among those of its repository.
+Choose = Callable[[ModelName, Iterable[str]], list[str]]
 
 
 def is_name(model: object) -> TypeGuard[str]:
@@ -82,9 +89,10 @@ def choose_files(name: ModelName, files: Iterable[str]) -> list[str]:
     FileNotFoundError
         No file fits; the message lists the quantizations or models of the repository.
     """
+    files = list(files)
     models = models_of(files)
     if name.file is not None:
-        chosen = [parts for parts in models.values() if name.file in parts]
+        chosen = [parts for parts in _complete(files).values() if name.file in parts]
     elif name.quant is not None:
         chosen = [parts for path, parts in models.items() if _has_quant(path, name.quant)]
     else:
@@ -97,6 +105,40 @@ def choose_files(name: ModelName, files: Iterable[str]) -> list[str]:
     return min(chosen, key=lambda parts: (len(parts[0]), parts[0]))
 
 
+def choose_projector(name: ModelName, files: Iterable[str]) -> list[str]:
+    """Return the projector of a model among the files of its repository, in a list; an empty list without one.
+
+    It is in the folder of the model or in one above it.  Of several, F16 is preferred to BF16, Q8_0, F32 and
+    others, and the shortest name to longer ones.
+    """
+    files = list(files)
+    folders = PurePosixPath(choose_files(name, files)[0]).parents
+    found = [file for file in files if is_projector(file) and PurePosixPath(file).parent in folders]
+    return sorted(found, key=_projector_rank)[:1]
+
+
+def is_projector(file: str) -> bool:
+    """Return True if a file is a projector by its name."""
+    path = PurePosixPath(file)
+    return path.suffix == ".gguf" and path.name.lower().startswith(PROJECTOR)
+
+
+def one_projector(files: Iterable[str]) -> str | None:
+    """Return the preferred one of a projector's files that differ in their type; None for other files."""
+    found = sorted(filter(is_projector, files), key=_projector_rank)
+    plain = {_QUANT.sub("", PurePosixPath(file).name).lower() for file in found}
+    return found[0] if len(plain) == 1 else None
+
+
+def _projector_rank(file: str) -> tuple[int, int, str]:
+    types = [quant.upper() for quant in _QUANT.findall(PurePosixPath(file).name)[-1:]]
+    rank = next(
+        (rank for rank, preferred in enumerate(_PROJECTOR_TYPES) if preferred in types),
+        len(_PROJECTOR_TYPES),
+    )
+    return rank, len(file), file
+
+
 def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
     """Return the name of a model: with its quantization if that selects it among `files`, or with its file."""
     quants = _QUANT.findall(model[0])[-1:]
@@ -107,11 +149,17 @@ def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
 
 def models_of(files: Iterable[str]) -> dict[str, list[str]]:
     """Return the files of each complete model, in the order of its parts, by name without a part number."""
+    return _complete(
+        file for file in files if not PurePosixPath(file).name.lower().startswith(_NO_MODELS)
+    )
+
+
+def _complete(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return the parts of each GGUF file that has all of them, by name without a part number."""
     parts: dict[str, list[str]] = defaultdict(list)
     n_parts: dict[str, int] = {}
     for file in sorted(files):
-        path = PurePosixPath(file)
-        if path.suffix != ".gguf" or path.name.lower().startswith(_NO_MODELS):
+        if PurePosixPath(file).suffix != ".gguf":
             continue
         model = _PART.sub(".gguf", file)
         found = _PART.search(file)

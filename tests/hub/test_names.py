@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from cllm.errors import InvalidArgumentError
-from cllm.hub.names import ModelName, choose_files, is_name, models_of, name_of, parse_name
+from cllm.hub.names import (
+    ModelName,
+    choose_files,
+    choose_projector,
+    is_name,
+    models_of,
+    name_of,
+    one_projector,
+    parse_name,
+)
 
 FILES = (
     "README.md", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-UD-Q4_K_M.gguf", "m-IQ4_XS.gguf",
@@ -82,6 +91,51 @@ def test_what_there_is_is_said_where_the_quantization_is_not_there_or_not_whole(
 def test_a_repository_without_a_model_is_said_to_have_none() -> None:
     with pytest.raises(FileNotFoundError, match="a/b has no model, and no other GGUF model"):
         choose_files(ModelName("a/b"), ["model.safetensors", "mmproj-F16.gguf"])
+
+
+@pytest.mark.parametrize(
+    ("projectors", "chosen"),
+    [
+        ([], []),
+        (["mmproj-F16.gguf"], ["mmproj-F16.gguf"]),
+        (["mmproj-BF16.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf"], ["mmproj-F16.gguf"]),
+        (["mmproj-m-f32.gguf", "mmproj-m-bf16.gguf"], ["mmproj-m-bf16.gguf"]),
+        (["mmproj-model.gguf", "mmproj.gguf"], ["mmproj.gguf"]),
+        (["Q8_0/mmproj-F16.gguf", "mmproj-F32.gguf"], ["mmproj-F32.gguf"]),
+        (["mmproj-F16.safetensors"], []),
+    ],
+)
+def test_a_projector_is_chosen_by_its_type_in_the_folders_of_the_model(
+    projectors: list[str], chosen: list[str]
+) -> None:
+    files = ["m-Q4_K_M.gguf", "Q8_0/m-Q8_0.gguf", *projectors]
+    assert choose_projector(parse_name("hf:a/b"), files) == chosen
+
+
+def test_a_model_in_a_folder_has_the_projector_there_or_above() -> None:
+    files = ["Q8_0/m-Q8_0.gguf", "Q8_0/mmproj-F16.gguf", "F16/mmproj-F16.gguf", "mmproj-F32.gguf"]
+    name = parse_name("hf:a/b:Q8_0")
+    assert choose_projector(name, files) == ["Q8_0/mmproj-F16.gguf"]
+    assert choose_projector(name, [files[0], *files[2:]]) == ["mmproj-F32.gguf"]
+
+
+def test_a_projector_can_be_named_by_its_file() -> None:
+    name = parse_name("hf:a/b/mmproj-F16.gguf")
+    assert choose_files(name, FILES) == ["mmproj-F16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("files", "one"),
+    [
+        (["mmproj-F16.gguf", "mmproj-BF16.gguf"], "mmproj-F16.gguf"),
+        (["mmproj-a-F16.gguf", "mmproj-b-F16.gguf"], None),
+        (["m-Q4_K_M.gguf"], None),
+    ],
+)
+def test_files_that_differ_in_their_type_are_one_projector(
+    files: list[str], one: str | None
+) -> None:
+    assert one_projector(files) == one
 
 
 def test_each_model_has_a_name_that_means_its_files() -> None:
