@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cllm import EngineConfig
+from cllm.processors import usable_processors
 
 TEXT_TOKENS = range(1000, 9000)  # ordinary tokens of Qwen2's vocabulary, no control tokens
 
@@ -58,7 +58,7 @@ def machine() -> str:
     """Return a line with the processor, the number of compute threads and Python's version."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     model = next((x for x in cpuinfo.splitlines() if x.startswith("model name")), ": unknown")
-    n_threads = EngineConfig().compute_threads[0]
+    n_threads = usable_processors().n_threads
     return (
         f"{model.split(': ')[1]}, {n_threads} compute threads, Python {platform.python_version()}"
     )

@@ -35,11 +35,12 @@ from benchmarks.side_by_side.servers import (
     running,
 )
 from benchmarks.side_by_side.workload import Setup
-from cllm import Completion, Engine, EngineConfig
+from cllm import Completion, Engine
 from cllm.engine.constraint import Mask
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.row_scan import RowScan
+from cllm.processors import usable_processors
 from cllm.testing.fake_engine import AskedSampler
 from tests.simulation.oracle_drafter import OracleDrafter, OracleEngine
 from tools import make_model, real_model
@@ -249,7 +250,7 @@ async def measure(name: str, widths: SequenceOf[int], given: SequenceOf[str]) ->
 # --- Over HTTP ------------------------------------------------------------------------------------
 def servers(program: Path, path: Path, n_clients: int) -> dict[str, ServerPeer]:
     """Return `cllm serve` and llama-server, each without and with its own speculation, by address and name."""
-    n_threads = EngineConfig().compute_threads[0]
+    n_threads = usable_processors().n_threads
     setup = Setup(path, n_threads, N_CTX_SEQ * n_clients, n_clients)
     peers = Peers(program.parent, None, {LLAMA_SERVER: ""})
     found = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.side_by_side import page, peers, records
 from benchmarks.side_by_side.suite import MEASUREMENTS, Options
-from cllm import EngineConfig
+from cllm.processors import usable_processors
 
 RESULTS = Path(__file__).parents[1] / "results"
 RECORDS, ENVIRONMENT = "records.jsonl", "environment.json"
@@ -55,7 +55,7 @@ def main() -> None:
     )
     options = Options(
         peers=found,
-        n_threads=given.threads or EngineConfig().compute_threads[0],
+        n_threads=given.threads or usable_processors().n_threads,
         n_turns=given.turns or (1 if given.quick else 3),
         is_quick=given.quick,
         cases=frozenset(given.case or ()),
