@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.image_limits import check_n_bytes, check_size
 from cllm.errors import InvalidArgumentError, InvalidRequestError
-
-MAX_FILE_BYTES = 64 << 20
-MAX_SIDE = 1 << 14
-MAX_PIXELS = 1 << 25
 
 
 class Image:
@@ -56,23 +53,6 @@ class Image:
         if isinstance(source, bytes):
             return f"<Image {len(source)} bytes>"
         return f"<Image {source.shape[1]}×{source.shape[0]}>"
-
-
-def check_n_bytes(
-    n_bytes: int, error: type[InvalidArgumentError] | type[InvalidRequestError]
-) -> None:
-    """Raise `error` unless a file of an image has 1 byte to 64 MiB."""
-    if not 1 <= n_bytes <= MAX_FILE_BYTES:
-        raise error("image", f"{n_bytes} bytes", f"1 to {MAX_FILE_BYTES} bytes")
-
-
-def check_size(height: int, width: int) -> None:
-    """Raise `InvalidRequestError` unless an image has a supported number of pixels."""
-    if not (min(height, width) >= 1 and max(height, width) <= MAX_SIDE) or (
-        height * width > MAX_PIXELS
-    ):
-        limit = f"at most {MAX_SIDE} pixels on a side and {MAX_PIXELS} in all"
-        raise InvalidRequestError("image", f"{width}×{height} pixels", limit)
 
 
 def _check_pixels(pixels: NDArray[Any]) -> None:

@@ -14,7 +14,8 @@ import anyio.to_thread
 
 from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.core.commands import ImageLayout, LayoutImage
-from cllm.engine.image import Image, check_n_bytes
+from cllm.engine.image import Image
+from cllm.engine.image_limits import check_n_bytes
 from cllm.engine.media import MediaInput
 from cllm.engine.media_rows import Spans, chunk_content, row_ids
 from cllm.errors import InvalidRequestError, MissingExtraError
