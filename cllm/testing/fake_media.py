@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cllm.engine.core.commands import MediaEncoded
 from cllm.engine.media import MIN_ROWS, MediaInput, MediaPiece
 from cllm.engine.media_rows import Spans, chunk_content, row_ids
+from cllm.engine.thread.backend import Work
 
 PATCH = 32  # pixels of a side of the square that becomes a row
 
@@ -61,7 +62,11 @@ class FakeImageEncoder:
     ----------
     n_encoded : int
         Number of images that were encoded; those that were shared do not count.
+    is_computing : bool
+        False: an encode takes no time.
     """
+
+    is_computing: bool = False
 
     def __init__(self) -> None:
         self.n_encoded: int = 0
@@ -88,7 +93,7 @@ class FakeImageEncoder:
     def cancel(self, digest: bytes) -> None:
         """Do nothing: every image is encoded at once."""
 
-    def pause(self) -> None:
+    def pause(self, work: Work) -> None:
         """Do nothing: an encode takes no time."""
 
     def resume(self) -> None:

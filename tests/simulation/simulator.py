@@ -83,6 +83,11 @@ class FakeEncoder:
         self.jobs: list[tuple[MediaInput, int]] = []
         self.n_encoded = 0
 
+    @property
+    def is_computing(self) -> bool:
+        """True while a chunk waits."""
+        return bool(self.jobs)
+
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
         self.jobs += [(media, ordinal) for ordinal in ordinals]
 

@@ -105,7 +105,7 @@ class DecodeCost:
             if tick.is_even or self._is_unified:
                 self.rows.observe(n_rows, total_s - planned_s)
             return
-        self.ticks.observe(n_rows, n_attended, total_s)
+        self.ticks.observe(n_rows, n_attended, total_s, has_prompts=True)
         self._prompts_tick_s = total_s
         self._prompts_turn_s += total_s
         if not tick.n_decoding:

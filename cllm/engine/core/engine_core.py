@@ -268,9 +268,11 @@ class EngineCore:
         chunks = self._plan(started)
         if chunks and not self._step(chunks, started):
             return
-        is_sound = self.manager.cells.fault is None
-        if self._media is not None and self._media.has_users and is_sound:
-            self._tick_media(self._media, chunks)
+        media = self._media
+        is_encoding = media is not None and media.is_encoding
+        self.turns.begin_gap(chunks, self.queue.running, self._clock(), is_encoding=is_encoding)
+        if media is not None and media.has_users and self.manager.cells.fault is None:
+            self._tick_media(media, chunks)
 
     def _tick_media(self, media: MediaStore, chunks: list[Chunk]) -> None:
         """Decode rows of one image after the chunks of this tick."""
@@ -294,7 +296,9 @@ class EngineCore:
         self._trace.begin(chunks)
         try:
             self._fill_batch(chunks)
+            filled = self._clock()
             self._on_batch(chunks)
+            began = self._clock()  # images may have had a turn: not a cost of these rows
             logits = self._decoder.decode()
         except ModelChangedError:
             raise
@@ -304,7 +308,8 @@ class EngineCore:
             return False
         self._on_batch([])
         decoded = self._clock()
-        recorder.decode_s += decoded - planned
+        waited_s = began - filled
+        recorder.decode_s += decoded - planned - waited_s
         outputs = self._processor.commit(chunks, logits)
         recorder.count_tick(shape.n_rows, len(outputs))
         self.recovery.on_success()
@@ -315,7 +320,10 @@ class EngineCore:
         ended = self._clock()
         self._trace.end(started, planned, decoded, ended)
         self.cost.observe(
-            shape, self.kv_cache.n_held, total_s=ended - started, planned_s=planned - started
+            shape,
+            self.kv_cache.n_held,
+            total_s=ended - started - waited_s,
+            planned_s=planned - started,
         )
         if not self.kv_cache.has_pos_min:
             self.manager.keep_checkpoints(chunks)  # after `observe`: not part of the cost of rows

@@ -35,7 +35,16 @@ class EncodedChunk(Protocol):
 
 
 class MediaEncoder(Protocol):
-    """Encoder of images; no call waits for it."""
+    """Encoder of images; no call waits for it.
+
+    Attributes
+    ----------
+    is_computing : bool
+        True while it encodes with the processors of the decodes.
+    """
+
+    @property
+    def is_computing(self) -> bool: ...
 
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
         """Encode these chunks of an image, each answered by one `MediaEncoded`."""
@@ -69,6 +78,11 @@ class MediaStore:
         self._awaited: set[ChunkKey] = set()
         self._users: dict[Sequence, list[ChunkKey]] = {}
         self.n_bytes: int = 0
+
+    @property
+    def is_encoding(self) -> bool:
+        """True while an image is encoded with the processors of the decodes."""
+        return self._encoder.is_computing
 
     @property
     def has_users(self) -> bool:

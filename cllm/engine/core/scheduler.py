@@ -19,7 +19,7 @@ ATTENTION_TILE = 64
 # many chunks at most.
 N_CHUNKS_WHOLE = 2
 # However many sequences decode, an image advances by so many rows in a tick.
-N_MEDIA_LEAST = 16
+N_MEDIA_LEAST = 2
 # A preempted sequence runs again only if all sequences have cells for so many more tokens each.
 N_AHEAD_AGAIN = 16
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from cllm.engine.core.gap_budget import MAX_AIM
 from cllm.engine.core.scheduler import Chunk
 
-# Older ticks count for less: the fit describes the shapes that are decoded now.
-FORGETTING = 0.97
+# Older ticks count for less: the fit describes the shapes that are decoded now.  Ticks with prompts and
+# ticks without age apart: many ticks of the same few rows say nothing about the cost of a row, and their
+# scatter would decide it.
+FORGETTING, FORGETTING_OTHERS = 0.97, 0.999
 N_REMEMBERED = 512  # the weight of older ones is below a millionth
 N_LATEST = 15
 # In these units the three coefficients are of similar size.
 ROWS, CELLS = 100.0, 100_000.0
-# Gaps scatter by some percent: with their median a little above the target, nearly all stay below
-# 1.2 times the target, and the prompt gets what would be left unused.
-AIM = 1.05
 # Prompts get at least this share of the target in every tick, even if the streams alone exceed it:
 # they must not starve.
 MIN_PROMPT_SHARE = 0.1
@@ -30,6 +30,22 @@ MIN_PROMPT_SHARE = 0.1
 # it has seen lately: grow towards them.
 FIRST_PROMPT_ROWS = 32
 MAX_GROWTH = 2.0
+
+
+class _Moments:
+    """Sums of the features of ticks, and of their products; older ticks count for less."""
+
+    def __init__(self) -> None:
+        self.products = [[0.0] * 3 for _ in range(3)]
+        self.sums = [0.0] * 3
+
+    def age(self, factor: float, features: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
+        """Count the ticks so far for less, and add one with these features."""
+        for i, feature in enumerate(features):
+            row = self.products[i]
+            self.sums[i] = factor * self.sums[i] + feature
+            for j in range(3):
+                row[j] = factor * row[j] + feature * features[j]
 
 
 class TickCost:
@@ -42,29 +58,28 @@ class TickCost:
     """
 
     def __init__(self) -> None:
-        self._moments = [[0.0] * 3 for _ in range(3)]
-        self._sums = [0.0] * 3
+        self._of_decoding, self._of_prompts = _Moments(), _Moments()
         self._fit = np.zeros(3)
         self._n_rows_max = 0.0
         # Evaluated on demand: most ticks need no value.
-        self._unseen: deque[tuple[int, int, float]] = deque(maxlen=N_REMEMBERED)
+        self._unseen: deque[tuple[int, int, float, bool]] = deque(maxlen=N_REMEMBERED)
         self.latest: deque[tuple[int, int, float]] = deque(maxlen=N_LATEST)
 
-    def observe(self, n_rows: int, n_cells: int, seconds: float) -> None:
+    def observe(
+        self, n_rows: int, n_cells: int, seconds: float, *, has_prompts: bool = False
+    ) -> None:
         """Learn from the duration of a tick with these rows and attended cells."""
         if seconds > 0.0:
-            tick = n_rows, n_cells, seconds
-            self._unseen.append(tick)
-            self.latest.append(tick)
+            self._unseen.append((n_rows, n_cells, seconds, has_prompts))
+            self.latest.append((n_rows, n_cells, seconds))
 
-    def _add(self, n_rows: int, n_cells: int, seconds: float) -> None:
+    def _add(self, n_rows: int, n_cells: int, seconds: float, has_prompts: bool) -> None:
+        own, others = self._of_decoding, self._of_prompts
+        if has_prompts:
+            own, others = others, own
         # Divided by the time itself: a short tick says as much about the fit as a long one.
-        features = (1.0 / seconds, n_rows / ROWS / seconds, n_cells / CELLS / seconds)
-        for i, feature in enumerate(features):
-            row = self._moments[i]
-            self._sums[i] = FORGETTING * self._sums[i] + feature
-            for j in range(3):
-                row[j] = FORGETTING * row[j] + feature * features[j]
+        own.age(FORGETTING, (1.0 / seconds, n_rows / ROWS / seconds, n_cells / CELLS / seconds))
+        others.age(FORGETTING_OTHERS)
         self._n_rows_max = max(FORGETTING * self._n_rows_max, n_rows)
 
     @property
@@ -73,7 +88,9 @@ class TickCost:
         if self._unseen:
             while self._unseen:
                 self._add(*self._unseen.popleft())
-            moments, sums = np.array(self._moments), np.array(self._sums)
+            of_decoding, of_prompts = self._of_decoding, self._of_prompts
+            moments = np.array(of_decoding.products) + np.array(of_prompts.products)
+            sums = np.array(of_decoding.sums) + np.array(of_prompts.sums)
             # A coefficient that the latest ticks do not determine keeps its value.
             ridge = 1e-6 * float(np.trace(moments))
             moments += ridge * np.eye(3)
@@ -104,8 +121,16 @@ class TickCost:
         seconds = self.recompute_s(n_tokens)
         return seconds if self._n_rows_max >= FIRST_PROMPT_ROWS else 0.0
 
-    def n_prompt_rows(self, decoding: Iterable[int], n_computed: int, target_s: float) -> int:
-        """Return the number of prompt rows that keep a tick at `target_s`; at least 1.
+    def n_prompt_rows(
+        self,
+        decoding: Iterable[int],
+        n_computed: int,
+        target_s: float,
+        *,
+        aim: float = MAX_AIM,
+        is_apart: bool = False,
+    ) -> int:
+        """Return the number of prompt rows that keep a tick at `aim * target_s`; at least 1.
 
         Parameters
         ----------
@@ -114,10 +139,15 @@ class TickCost:
         n_computed : int
             Number of computed tokens of the prompt: its rows attend to these and to each other.
         target_s : float
+        aim : float
+            Gaps scatter by some percent: with their median a little above the target, nearly all stay below 1.2
+            times the target, and the prompt gets what would be left unused.
+        is_apart : bool
+            True: the prompt rows need a decode of their own, as rows of an image do.
         """
         cells = list(decoding)
-        _, per_row, per_cell = self.coefficients
-        left = AIM * target_s - self.seconds(len(cells), sum(cells))
+        fixed, per_row, per_cell = self.coefficients
+        left = aim * target_s - self.seconds(len(cells), sum(cells)) - (fixed if is_apart else 0.0)
         left = max(left, MIN_PROMPT_SHARE * target_s)
         # left = per_row·m + per_cell·(n_computed·m + m²/2), solved for m.
         linear, quadratic = per_row + per_cell * n_computed, per_cell / 2

@@ -17,6 +17,7 @@ The rows of prompts in a tick are limited by
 |---|---|
 | `n_prefill_chunk` | no `target_itl_ms`, and some sequence waits for the tick |
 | what keeps the gap between two tokens at the target | `target_itl_ms`, and some sequence waits for the tick |
+| nothing | `target_itl_ms`, and the gap of the streams belongs to rows of an image or to an encode |
 | what is best computed together | `separates_prompts`, and a prompt is ready |
 | a row for each decoding sequence is left free | a tick of prompts alone |
 
@@ -32,11 +33,16 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.core import scheduler
 from cllm.engine.core.decode_cost import DecodeCost
 from cllm.engine.core.decoder import Decoder
+from cllm.engine.core.gap_budget import Aim
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.scheduler import ATTENTION_TILE, Chunk, most_urgent, seq_id_of
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.tenants import Tenants
+from cllm.engine.core.tick_cost import MIN_PROMPT_SHARE
 from cllm.engine.lora import LoraSet
+
+# The work that may fill the gap between two tokens of the streams, besides their own rows.
+OWNERS = PROMPTS, IMAGE, ENCODER = "prompts", "image", "encoder"
 
 
 class Turns:
@@ -69,6 +75,11 @@ class Turns:
         target_ms = config.target_itl_ms
         self._target_s = None if target_ms is None else target_ms / 1000.0
         self._n_prefill_chunk = config.n_prefill_chunk if target_ms is None else None
+        # The gap between two tokens of the streams: its begin, the work that may fill it, and whether it did.
+        self._aim = Aim(1.0)
+        self._gap_began: float | None = None
+        self._owner: str | None = None
+        self._is_full = False
         self._n_prompts_turn = 0  # the last tick of prompts alone
         self._last_id = -1  # seq_id of the last decoding sequence that had its turn
 
@@ -113,6 +124,7 @@ class Turns:
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
         )
+        self._is_full |= len(chunks) > len(decoding) and self._has_room(decoding)
         self.tenants.charge((chunk.sequence, chunk.n_rows) for chunk in chunks)
         return chunks
 
@@ -130,17 +142,51 @@ class Turns:
         n_rows_max : int
             Rows that one decode can have.
         """
-        if not sequences:
+        if not sequences or (self._gap_began is not None and self._owner != IMAGE):
             return None
-        n_rows, n_prompt_rows = n_rows_max, self._n_prompt_rows([c.sequence for c in chunks], 1)
+        turn = [c.sequence for c in chunks]
+        n_rows, n_prompt_rows = n_rows_max, self._n_prompt_rows(turn, 1, is_apart=True)
         if n_prompt_rows is not None:
             n_rows = n_prompt_rows - sum(c.n_tokens for c in chunks if c.n_tokens > 1)
         elif chunks and self._n_prefill_chunk is not None:
             n_rows = self._n_prefill_chunk
         chunk = scheduler.plan_media(sequences, self._kv_cache.n_free, n_rows, n_rows_max, now)
         if chunk is not None:
+            self._is_full |= self._has_room([s for s in turn if s.is_decoding])
             self.tenants.charge([(chunk.sequence, chunk.n_rows)])
         return chunk
+
+    def begin_gap(
+        self, chunks: list[Chunk], running: Iterable[Sequence], now: float, *, is_encoding: bool
+    ) -> None:
+        """Begin a gap between two tokens of the streams, after the decode of these chunks.
+
+        With `target_itl_ms`, each kind of other work takes all that the target leaves: rows of prompts, rows
+        of an image, and an encode.  So the kinds that have work take gaps by turns.
+        """
+        if self._target_s is None:
+            return
+        if self._gap_began is not None and self._is_full:
+            self._aim.observe(now - self._gap_began, self._target_s)
+        self._gap_began = now if any(map(scheduler.is_decoding, chunks)) else None
+        self._is_full = False
+        ready = [s for s in running if s.is_ready]
+        has_work = {
+            PROMPTS: any(s.media_index is None and s.n_pending > 1 for s in ready),
+            IMAGE: any(s.media_index is not None for s in ready),
+            ENCODER: is_encoding,
+        }
+        last = OWNERS.index(self._owner) if self._owner else -1
+        order = (*OWNERS[last + 1 :], *OWNERS[: last + 1])
+        self._owner = next((owner for owner in order if has_work[owner]), None)
+
+    def _has_room(self, decoding: list[Sequence]) -> bool:
+        """Return True if streams leave more of the target than the share that prompts have in any case."""
+        if self._target_s is None or not decoding:
+            return False
+        cells = sum(s.n_computed for s in decoding)
+        left = self._aim.share * self._target_s - self._cost.ticks.seconds(len(decoding), cells)
+        return left > MIN_PROMPT_SHARE * self._target_s
 
     def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:
         """Return the expected seconds until all these sequences have had a turn; 0 while unknown."""
@@ -159,19 +205,27 @@ class Turns:
         is_due = is_decoding_due(decoding, self._n_prompts_turn)
         return not is_due or self._cost.goes_on(self._kv_cache.n_held)
 
-    def _n_prompt_rows(self, turn: list[Sequence], n_sets: int) -> int | None:
+    def _n_prompt_rows(
+        self, turn: list[Sequence], n_sets: int, *, is_apart: bool = False
+    ) -> int | None:
         """Return the limit of prompt rows that `target_itl_ms` sets; None without one.
 
         With `n_sets` sets of adapters in turn, a stream gets its next token after `n_sets` ticks.
+        `is_apart`: these rows have a decode of their own.
         """
         if self._target_s is None:
             return None
         decoding = [s.n_computed for s in turn if s.is_decoding]
         if not decoding and n_sets == 1:
             return None
+        if self._owner in (IMAGE, ENCODER) and decoding and not is_apart:
+            return 0
         # Any prompt will do: what a chunk attends to costs less than its rows.
         n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)
-        return self._cost.ticks.n_prompt_rows(decoding, n_computed, self._target_s / n_sets)
+        target_s = self._target_s / n_sets
+        return self._cost.ticks.n_prompt_rows(
+            decoding, n_computed, target_s, aim=self._aim.share, is_apart=is_apart
+        )
 
 
 def prompts_of(running: Iterable[Sequence]) -> list[Sequence]:

@@ -1,9 +1,9 @@
 """LlamaImageEncoder: encodes images in a thread of its own, in turns with the decodes.
 
-On a CPU both compute with the same cores, so they take turns: an encode is cut into slices, and waits
-between two of them while a decode runs.  Behind a decode it has a turn of at least some length, for which
-the next decode waits: streams have their `target_itl_ms`, and without a target both get equal shares.  On a
-GPU nothing waits.
+On a CPU both compute with the same cores, so they take turns.  An encode is cut into slices.  Before each
+decode of tokens it has a turn, for which the decode waits: `GapBudget` keeps streams at their
+`target_itl_ms`, and without a target both get equal shares.  Between two slices the encode waits until its
+next turn, or until no decode has come for a while.  On a GPU nothing waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from cllm.bindings import Model
 from cllm.bindings.projector import ChunkShape, MediaChunk, Projector, RowPositions
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.commands import MediaEncoded
+from cllm.engine.core.gap_budget import GapBudget
 from cllm.engine.media import MAX_ROWS, MIN_ROWS, MediaInput, MediaPiece
+from cllm.engine.thread.backend import Work
 from cllm.errors import (
     ClosedError,
     EncodeCancelledError,
@@ -37,9 +39,11 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 
 # Nodes of a graph between two checks whether a decode waits.  With a vision transformer of the size of
 # SigLIP-base on two cores a node takes up to 40 ms, and the checks take nothing that can be measured.
-SLICE_NODES = 4
-# An encode gets at least this share of `target_itl_ms` behind a decode, and at most what the decode leaves.
-MIN_TURN_SHARE, MAX_TURN_SHARE = 0.1, 0.8
+SLICE_NODES = 1
+# First aim of the turns, as a share of the target: the last slice of a turn ends after it.
+FIRST_AIM = 0.75
+# An encode resumes outside its turns if no decode has followed the last one for so long.
+IDLE_S = 0.02
 # Images whose largest chunk is looked up at load: small ones, and large ones of many shapes.
 LARGE = 4096
 TRIAL_SIZES = (
@@ -88,15 +92,20 @@ class LlamaImageEncoder:
         self._config = config
         self._on_gpu = model.is_on_gpu and config.mmproj_offload
         target_ms = config.target_itl_ms
-        self._target_s = None if target_ms is None else target_ms / 1000.0
+        self._has_target = target_ms is not None
+        self._budget = GapBudget(None if target_ms is None else target_ms / 1000.0, FIRST_AIM)
         self._changed = threading.Condition()
         self._jobs: deque[tuple[MediaInput, tuple[int, ...]]] = deque()
         self._present: bytes | None = None  # the digest of the image under way
         self._cancelled: set[bytes] = set()
         self._is_stopping = self._is_decoding = self._is_in_slice = False
+        self._is_held = False  # computes in its turns only: decodes follow one another
+        self._work: Work = "tokens"  # of the last decode
+        self._decoded_s = 0.0  # by all decodes since the last turn
+        self._tokens_s = 0.0  # by the last decode of the next tokens alone
         self._is_cancelled = False  # the image under way
         self._wants_turn = False  # computes, and not only cuts and scales pixels
-        self._decode_began = self._turn_until = 0.0
+        self._decode_began = self._decode_ended = self._turn_until = 0.0
         self._post: Callable[[MediaEncoded], object] = lambda encoded: None
         self._note: Callable[[bytes], object] = lambda digest: None
         self._projector: Projector | None = None
@@ -161,6 +170,11 @@ class LlamaImageEncoder:
         return found
 
     # --- Work: inference thread --------------------------------------------------------------
+    @property
+    def is_computing(self) -> bool:
+        """True while an image is encoded with the processors of the decodes."""
+        return self._wants_turn and not self._on_gpu
+
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
         """Encode these chunks of an image; see `MediaEncoder`."""
         with self._changed:
@@ -182,36 +196,47 @@ class LlamaImageEncoder:
             if self._present == digest:
                 self._cancelled.add(digest)
 
-    def pause(self) -> None:
-        """Wait until a decode may begin: behind the encoder's turn, if it has one.  Nothing on a GPU."""
+    def pause(self, work: Work) -> None:
+        """Give the encoder its turn, and wait until a decode may begin.  Nothing on a GPU."""
         if self._on_gpu:
             return
         with self._changed:
-            while self._wants_turn and (left := self._turn_until - time.monotonic()) > 0:
-                self._changed.wait(left)
-            self._is_decoding = True
+            if work != "image":  # these rows follow the tokens of a tick
+                self._turn_until = (now := time.monotonic()) + self._turn_s(work, now)
+                self._changed.notify_all()
+                while self._wants_turn and (left := self._turn_until - time.monotonic()) > 0:
+                    self._changed.wait(left)
+            self._work = work
+            self._is_held = self._is_decoding = True
+            self._turn_until = 0.0
             while self._is_in_slice:
                 self._changed.wait()
             self._decode_began = time.monotonic()
 
     def resume(self) -> None:
-        """Let the encoder resume: the decode has ended."""
+        """Note that the decode has ended."""
         if self._on_gpu:
             return
         with self._changed:
             if not self._is_decoding:
                 return  # a decode that failed before it began
-            now = time.monotonic()
             self._is_decoding = False
-            self._turn_until = now + self._turn_s(now - self._decode_began)
+            self._decode_ended = time.monotonic()
+            seconds = self._decode_ended - self._decode_began
+            self._decoded_s += seconds
+            if self._work == "tokens":
+                self._tokens_s = seconds
             self._changed.notify_all()
 
-    def _turn_s(self, decode_s: float) -> float:
-        """Return the seconds of the encoder's turn behind a decode of this duration."""
-        target_s = self._target_s
-        if target_s is None:
-            return decode_s
-        return max(MIN_TURN_SHARE * target_s, MAX_TURN_SHARE * target_s - decode_s)
+    def _turn_s(self, work: Work, now: float) -> float:
+        """Return the seconds of the encoder's turn before a decode that could begin now."""
+        decoded_s, self._decoded_s = self._decoded_s, 0.0
+        # Rows of prompts and of images take what the target leaves: see `Turns.begin_gap`.
+        is_full = self._has_target and (work == "prompts" or self._work == "image")
+        if is_full or not (self._wants_turn and self._is_held):
+            self._budget.pause()
+            return 0.0
+        return self._budget.seconds(now, decoded_s, self._tokens_s)
 
     # --- The thread --------------------------------------------------------------------------
     def _run(self) -> None:
@@ -316,15 +341,22 @@ class LlamaImageEncoder:
                 self._changed.notify_all()
 
     def _between(self) -> bool:
-        """End a slice, wait while a decode runs, and begin another slice.
+        """End a slice, wait until the encoder may compute, and begin another slice.
 
         Return False if the image is not needed any more.
         """
         with self._changed:
             self._is_in_slice = False
             self._changed.notify_all()
-            while self._is_decoding and not self._is_stopping:
-                self._changed.wait()
+            while self._is_held and not self._is_stopping:
+                now = time.monotonic()
+                if now < self._turn_until:
+                    break
+                left = None if self._is_decoding else self._decode_ended + IDLE_S - now
+                if left is not None and left <= 0.0:
+                    self._is_held = False
+                else:
+                    self._changed.wait(left)
             self._is_in_slice = True
             self._is_cancelled = self._is_stopping or self._present in self._cancelled
             return not self._is_cancelled

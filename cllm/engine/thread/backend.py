@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.constraint import CompiledConstraint
@@ -85,6 +85,10 @@ class Loras(Protocol):
         """
 
 
+# What a batch has: only the next tokens of streams; also rows of prompts; rows of an image; texts to embed.
+Work = Literal["tokens", "prompts", "image", "texts"]
+
+
 class ImageEncoder(MediaEncoder, Protocol):
     """Encoder of images in a thread of its own, which takes turns with the decodes."""
 
@@ -104,11 +108,11 @@ class ImageEncoder(MediaEncoder, Protocol):
     def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
         """Return the chunks and tokens of an image of this size; raise `InvalidRequestError` without any."""
 
-    def pause(self) -> None:
-        """Wait until a decode may begin."""
+    def pause(self, work: Work) -> None:
+        """Give the encoder its turn, and wait until a decode of this kind may begin."""
 
     def resume(self) -> None:
-        """Let the encoder resume: the decode has ended."""
+        """Note that the decode has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,16 +29,16 @@ from cllm.engine.core.commands import (
 )
 from cllm.engine.core.embedding_core import EmbeddingCore
 from cllm.engine.core.engine_core import EngineCore
+from cllm.engine.core.gap_budget import GapBudget
 from cllm.engine.core.linger import Linger
 from cllm.engine.core.media_store import MediaStore
-from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.engine.core.speculation import BudgetedSpeculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
-from cllm.engine.core.text_budget import TextBudget
 from cllm.engine.core.thread_tuner import ThreadTuner
 from cllm.engine.output import FinishReason
 from cllm.engine.request import ModelInfo
-from cllm.engine.thread.backend import Backend, ImageEncoder, Loaded
+from cllm.engine.thread.backend import Backend, ImageEncoder, Loaded, Work
 from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Abortable, Interrupter
@@ -83,7 +83,7 @@ class InferenceThread(EngineHost):
         self._busy_since: float | None = None
         self._linger = Linger()
         target_ms = config.target_itl_ms
-        self._text_budget = TextBudget(None if target_ms is None else target_ms / 1000.0)
+        self._text_budget = GapBudget(None if target_ms is None else target_ms / 1000.0)
         self._embeddings: EmbeddingCore | None = None
         self._questions: Questions | None = None
         self._images: ImageEncoder | None = None
@@ -371,7 +371,7 @@ class InferenceThread(EngineHost):
         if chunks:
             self._post_held()
             if self._images is not None:
-                self._images.pause()
+                self._images.pause(_work_of(chunks))
             self._interrupter.begin({c.sequence.request_id: c.n_rows for c in chunks})
         else:
             self._interrupter.end()
@@ -382,7 +382,7 @@ class InferenceThread(EngineHost):
         """Handle the start of a batch of texts, which can then be aborted; without texts, its end."""
         if n_tokens:
             if self._images is not None:
-                self._images.pause()
+                self._images.pause("texts")
             self._interrupter.begin(n_tokens, encoder)
         else:
             self._interrupter.end()
@@ -391,6 +391,12 @@ class InferenceThread(EngineHost):
 
     def _publish(self, core: EngineCore) -> None:
         self._recorder = core.snapshot()
+
+
+def _work_of(chunks: list[Chunk]) -> Work:
+    if chunks[0].sequence.media_index is not None:
+        return "image"
+    return "tokens" if all(map(is_decoding, chunks)) else "prompts"
 
 
 def _default_bytes() -> int:

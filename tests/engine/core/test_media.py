@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from cllm.engine.core.commands import MediaEncoded
 from cllm.engine.output import FinishReason
 from tests.simulation.images import IMAGES, media_of, tokens_of
+from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator
 
 A_ROWS = len(media_of("A")[0])
@@ -100,6 +102,40 @@ def test_streams_are_served_while_a_large_image_is_decoded_in_pieces() -> None:
     n_before = len(sim.tokens[stream])
     sim.tick(6)
     assert len(sim.tokens[stream]) == n_before + 6
+
+
+def test_with_a_target_prompts_images_and_encodes_take_gaps_of_the_streams_by_turns() -> None:
+    """Each alone takes all that the target leaves; two in one gap would be late."""
+    sim = Simulator(
+        n_ctx=512, n_batch=64, n_seq_max=4, target_itl_ms=50, latency_s=0.001, answer=endless
+    )
+    submit(sim, "abc", max_tokens=100)
+    sim.tick(2)
+    submit(sim, "DDDDDD", max_tokens=1)
+    sim.core.tick()
+    sim.hear()
+    while sim.encoder.jobs:
+        sim.core.handle(sim.encoder.next())
+    prompt = sim.submit(b"p" * 300, max_tokens=1)
+    submit(sim, "B", max_tokens=1)  # its encode does not end
+    kinds: list[tuple[bool, bool]] = []
+    batches = sim.decoder.batches = []
+    while prompt not in sim.finished and len(kinds) < 40:
+        sim.core.tick()
+        sim.hear()
+        has_prompt = any(n_tokens > 1 for _, n_tokens, _ in batches[0])
+        kinds.append((has_prompt, len(batches) > 1))
+        batches.clear()
+    # No gap has both: rows of an image behind a tick, then rows of a prompt in the next one.
+    assert not any(
+        had_image and has_prompt for (_, had_image), (has_prompt, _) in itertools.pairwise(kinds)
+    )
+    assert any(has_prompt for has_prompt, _ in kinds)
+    assert any(has_image for _, has_image in kinds)
+    gaps = [
+        had_image or has_prompt for (_, had_image), (has_prompt, _) in itertools.pairwise(kinds)
+    ]
+    assert not all(gaps[2:])  # the encoder has gaps of its own
 
 
 def test_an_image_that_cannot_be_encoded_ends_the_requests_with_it_alone() -> None:

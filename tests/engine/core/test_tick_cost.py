@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.engine.core.gap_budget import MAX_AIM
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.tick_cost import (
-    AIM,
     FIRST_PROMPT_ROWS,
     MAX_GROWTH,
     TickCost,
@@ -105,6 +105,23 @@ def test_what_a_row_costs_is_not_forgotten_while_there_is_no_prompt(machine: Mac
         assert cost.seconds(*shape) == pytest.approx(machine.exact(*shape), rel=0.3), shape
 
 
+def test_a_row_costs_the_same_after_a_long_answer_whose_cells_grow_and_whose_ticks_scatter() -> (
+    None
+):
+    """Rows and cells of such ticks grow together, so that their scatter would decide both."""
+    machine, rng = Machine(20e-3, 5e-3, 2e-5), random.Random(6)
+    cost = TickCost()
+    for i in range(60):
+        n_rows = 4 + (i % 3) * 5
+        n_cells = n_rows * 100
+        seconds = machine.tick(n_rows, n_cells, rng)
+        cost.observe(n_rows, n_cells, seconds, has_prompts=n_rows > 4)
+    for n_each in range(100, 500):
+        cost.observe(4, 4 * n_each, machine.tick(4, 4 * n_each, rng))
+        cost.n_prompt_rows([n_each] * 4, 0, 0.1)
+    assert cost.seconds(14, 14 * 100) == pytest.approx(machine.exact(14, 14 * 100), rel=0.2)
+
+
 @DETERMINISTIC
 @given(
     ticks=st.lists(
@@ -164,7 +181,7 @@ def test_the_rows_are_as_many_as_the_target_allows() -> None:
             return cost.seconds(len(decoding) + m, sum(decoding) + m * start + m * m / 2)
 
         assert n_rows > 1
-        assert expected(n_rows) <= AIM * 0.03 < expected(n_rows + 1)
+        assert expected(n_rows) <= MAX_AIM * 0.03 < expected(n_rows + 1)
 
 
 def test_a_tenth_of_the_target_is_a_prompts_however_late_the_tick_is() -> None:
@@ -173,6 +190,14 @@ def test_a_tenth_of_the_target_is_a_prompts_however_late_the_tick_is() -> None:
     assert cost.n_prompt_rows([1000] * 4, 0, 0.04) == pytest.approx(0.1 * 0.04 / 1e-3, abs=1)
     for target_s in (1e-6, 0.0):
         assert cost.n_prompt_rows([1000] * 4, 0, target_s) == 1
+
+
+def test_rows_in_a_decode_of_their_own_are_fewer_by_what_a_decode_costs() -> None:
+    cost, machine = TickCost(), Machine(5e-3, 1e-4, 0.0)
+    observe(cost, machine, 200)
+    together = cost.n_prompt_rows([300] * 4, 0, 0.03)
+    apart = cost.n_prompt_rows([300] * 4, 0, 0.03, is_apart=True)
+    assert together - apart == pytest.approx(machine.fixed / machine.per_row, rel=0.1)
 
 
 def test_batches_much_larger_than_any_seen_are_only_grown_towards() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,8 +15,10 @@ from cllm import ClosedError, EngineConfig, InvalidRequestError
 from cllm.bindings import Model
 from cllm.bindings.projector import ChunkShape, RowPositions
 from cllm.engine.core.commands import MediaEncoded
-from cllm.engine.llama.image_encoder import LlamaImageEncoder
+from cllm.engine.llama import image_encoder
+from cllm.engine.llama.image_encoder import FIRST_AIM, LlamaImageEncoder
 from cllm.engine.media import MIN_ROWS, MediaInput
+from cllm.engine.thread.backend import Work
 from cllm.errors import EncodeCancelledError, LlamaCallError
 
 WAIT_S = 30.0  # nothing takes so long; a hang fails by name
@@ -112,7 +115,7 @@ def test_a_decode_waits_for_the_end_of_a_slice_and_no_slice_begins_while_it_runs
     decodes, may_end = threading.Event(), threading.Event()
 
     def decode() -> None:
-        scene.encoder.pause()
+        scene.encoder.pause("tokens")
         said.append("decode")
         decodes.set()
         assert may_end.wait(WAIT_S)
@@ -137,7 +140,7 @@ def test_a_decode_waits_for_the_end_of_a_slice_and_no_slice_begins_while_it_runs
 
 def test_a_decode_without_an_image_waits_for_nothing(scene: Scene) -> None:
     for _ in range(3):
-        scene.encoder.pause()
+        scene.encoder.pause("tokens")
         scene.encoder.resume()
 
 
@@ -214,7 +217,7 @@ def test_images_are_answered_with_an_error_after_the_thread_has_ended(scene: Sce
     assert isinstance(scene.heard().error, RuntimeError)
     with pytest.raises(ClosedError, match="has ended"):
         scene.encoder.layout(8, 8)
-    scene.encoder.pause()  # and no decode waits
+    scene.encoder.pause("tokens")  # and no decode waits
     scene.encoder.resume()
 
 
@@ -225,13 +228,71 @@ def test_chunks_of_too_few_rows_are_rejected_by_name(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target_itl_ms", "decode_s", "turn_s"),
-    [(None, 0.02, 0.02), (100, 0.02, 0.06), (100, 0.2, 0.01)],
-    ids=["as long as the decode", "what the target leaves", "a tenth of the target"],
+    ("target_itl_ms", "works", "decode_s", "turn_s"),
+    [
+        (None, ["tokens", "tokens"], 0.02, 0.02),
+        (None, ["tokens", "image", "tokens"], 0.02, 0.04),
+        (100, ["tokens", "tokens"], 0.02, FIRST_AIM * 0.1 - 0.02),
+        (100, ["tokens", "tokens"], 0.2, 0.01),
+        (100, ["tokens", "image", "tokens"], 0.02, 0.0),
+        (100, ["tokens", "prompts"], 0.02, 0.0),
+        (100, ["prompts", "tokens"], 0.02, FIRST_AIM * 0.1),
+        (100, ["tokens", "texts"], 0.02, FIRST_AIM * 0.1 - 0.02),
+    ],
+    ids=[
+        "without a target as long as the decode",
+        "without a target as long as both decodes",
+        "what the target leaves",
+        "a tenth of the target",
+        "rows of an image fill the gap",
+        "rows of prompts fill the gap",
+        "the next decode has no prompts",
+        "texts give turns",
+    ],
 )
-def test_the_turn_of_an_encode_behind_a_decode(
-    target_itl_ms: float | None, decode_s: float, turn_s: float
+def test_the_turn_of_an_encode_before_a_decode(
+    monkeypatch: pytest.MonkeyPatch,
+    target_itl_ms: float | None,
+    works: list[Work],
+    decode_s: float,
+    turn_s: float,
 ) -> None:
-    scene = Scene(target_itl_ms=target_itl_ms)
-    assert scene.encoder._turn_s(decode_s) == pytest.approx(turn_s)
-    scene.encoder.close()
+    encoder = Scene(target_itl_ms=target_itl_ms).encoder
+    now = 0.0
+    monkeypatch.setattr(image_encoder, "time", SimpleNamespace(monotonic=lambda: now))
+    turns: list[float] = []
+    turn_of = encoder._turn_s
+
+    def turn(work: Work, at: float) -> float:
+        turns.append(turn_of(work, at))
+        return 0.0  # no slice would end it
+
+    monkeypatch.setattr(encoder, "_turn_s", turn)
+    encoder._wants_turn = True
+    for work in works:
+        encoder.pause(work)
+        now += decode_s
+        encoder.resume()
+    assert turns[-1] == pytest.approx(turn_s)
+    encoder._wants_turn = False
+    encoder.close()
+
+
+def test_an_encode_resumes_where_no_decode_follows(scene: Scene) -> None:
+    """A stream that has ended, or whose reader is slow, does not hold the encoder."""
+    scene.encode(b"a", 0)
+    scene.projector.began.get(timeout=WAIT_S)
+    scene.projector.ends.put(False)
+    scene.projector.began.get(timeout=WAIT_S)
+
+    def decode() -> None:
+        scene.encoder.pause("image")
+        scene.encoder.resume()
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    scene.projector.ends.put(False)
+    thread.join(WAIT_S)
+    scene.projector.began.get(timeout=WAIT_S)  # by itself
+    scene.projector.ends.put(True)
+    assert scene.heard().error is None
