@@ -22,6 +22,8 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 MIB = 1 << 20
 # llama.cpp is not queried if `AMPLE` times the sum of KV cache and `AMPLE_BYTES` fits beside the weights.
 AMPLE, AMPLE_BYTES = 2, 512 << 20
+# Bytes of an encode for each patch and each channel: measured, 63 to 81 with 196 to 7,056 patches of 768 channels.
+ENCODER_BYTES = 80
 N_STEP = 256  # cells of a share are a multiple of this
 # Bytes of one number in the KV cache; quantized types include their scales.
 KV_BYTES = {
@@ -56,6 +58,7 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
     except OSError as error:
         raise ModelLoadError(path, error.strerror or str(error)) from error
     n_weights = sum(size for file, size in sizes.items() if file not in shared)
+    n_weights += encoder_bytes(config)
     n_kv = kv_bytes(config)
     if n_weights + n_kv > available:
         raise ModelLoadError(
@@ -80,7 +83,7 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
     if available is None:
         return
     try:
-        n_weights = sum(_sizes(config).values())
+        n_weights = sum(_sizes(config).values()) + encoder_bytes(config)
         n_ample = AMPLE * (kv_bytes(config, is_windowed=False) + AMPLE_BYTES)
     except (OSError, ValueError):  # loading the model reports the reason
         return
@@ -166,6 +169,30 @@ def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
     return int(n_head_kv * each * n_cells)
 
 
+def encoder_bytes(config: EngineConfig) -> int:
+    """Estimate the bytes that an encode of an image takes, from the header of the projector's file; 0 without one.
+
+    An image counts with the size that the file states, or with `image_max_tokens` rows of four patches.
+    """
+    if config.mmproj is None:
+        return 0
+    try:
+        known = read_header(Path(config.mmproj))
+    except OSError:  # loading the projector reports the reason
+        return 0
+
+    def number(name: str) -> int:
+        value = known.get(f"clip.vision.{name}")
+        return value if isinstance(value, int) else 0
+
+    n_patches = (number("image_size") // max(1, number("patch_size"))) ** 2
+    n_patches = max(n_patches, 4 * (config.image_max_tokens or 0))
+    each = ENCODER_BYTES * number("embedding_length")
+    if config.flash_attn is False:  # a matrix for each head
+        each += 4 * number("attention.head_count") * n_patches
+    return n_patches * each
+
+
 def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     """Return `n_ctx` for "auto": the model's training length, or less if memory does not allow it.
 
@@ -184,7 +211,9 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     available = None if _is_elsewhere(config) else available_bytes()
     if not n_trained or available is None:
         return N_CTX, f"{N_CTX:,} tokens of context (-c takes more)"
-    n_weights = sum(file.stat().st_size for file in model_files(config) if file.exists())
+    files = [*model_files(config), *other_files(config)]
+    n_weights = sum(file.stat().st_size for file in files if file.exists())
+    n_weights += encoder_bytes(config)
     n_bytes = kv_bytes(replace(config, n_ctx=n_wanted))
     n_allowed = (available - n_weights) // 2
     if n_bytes <= n_allowed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from cllm.engine.llama import memory
 from cllm.engine.llama.backend import planned_contexts
 from cllm.engine.llama.decoder import make_context
 from tests.conftest import QUIET
-from tools import make_model
+from tools import make_model, make_projector
 
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-swa", "tiny-recurrent", "tiny-hybrid")
 N_CTX = re.compile(r"n_ctx=(\d+) fits")
@@ -124,6 +125,33 @@ def test_the_contexts_of_models_that_draft_and_embed_count_too(
     with pytest.raises(ModelLoadError) as caught:
         memory.check_room(config, planned)
     assert f"it needs {wanted:,.0f} MiB for the KV cache" in caught.value.reason
+
+
+def test_the_projector_and_an_encode_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1 * MIB)
+    monkeypatch.setattr(memory, "_is_elsewhere", lambda config: False)
+    mmproj = make_projector.ensure("llava")
+    plain = EngineConfig(n_ctx=4096, n_gpu_layers=0, n_threads=1)
+    config = replace(plain, mmproj=mmproj)
+    n_patches, n_embd = 64, 32
+    assert memory.encoder_bytes(plain) == 0
+    assert memory.encoder_bytes(config) == memory.ENCODER_BYTES * n_embd * n_patches
+    larger = replace(config, image_max_tokens=100, flash_attn=False)
+    scores = 4 * 2 * 400**2
+    assert memory.encoder_bytes(larger) == memory.ENCODER_BYTES * n_embd * 400 + scores
+    large = replace(config, image_max_tokens=65_536)
+    reasons = []
+    for each in (plain, large):
+        with pytest.raises(ModelLoadError) as caught:
+            memory.check_room(each, planned_contexts(plain))
+        reasons.append(caught.value.reason)
+    found = [
+        float(reason.partition(" MiB for weights")[0].split()[-1].replace(",", ""))
+        for reason in reasons
+    ]
+    n_more = mmproj.stat().st_size + memory.encoder_bytes(large)
+    assert found[1] - found[0] == pytest.approx(n_more / MIB, abs=2)
+    assert n_more > 500 * MIB
 
 
 def test_where_it_fits_many_times_llama_cpp_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
