@@ -1,4 +1,4 @@
-"""Write random-weight projectors (mmproj files) for tests: an encoder of images for a tiny text model.
+"""Write random-weight projectors (mmproj files): encoders of images for tests and benchmarks.
 
 A file is written to the directory of `make_model`'s models.  Writing it again gives the same bytes.
 
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -24,34 +25,45 @@ from tools import make_model
 GENERATOR = 1
 SEED = 20261126
 N_EMBD_TEXT = 64  # of every tiny model
-Tensors = dict[str, NDArray[np.float32]]
+Tensors = dict[str, NDArray[np.floating[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Sizes of an image encoder; `side` and `patch` are the sides of an image and of a patch, in pixels."""
+    """Sizes of an image encoder; `side` and `patch` are the sides of an image and of a patch, in pixels.
+
+    Attributes
+    ----------
+    ff_factor : int
+        Length of the feed-forward layer's rows, in `n_embd`.
+    dtype : type of float
+        Type of the matrices.  Everything that is added to F32 values stays F32, as llama.cpp needs it.
+    """
 
     n_embd: int = 32
     n_head: int = 2
     n_layer: int = 2
     side: int = 64
     patch: int = 8
+    ff_factor: int = 3
+    dtype: type[np.floating[Any]] = np.float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projector:
     """Projector that `ensure` can make.
 
-    `projection` returns the tensors after the encoder, given the length of the encoder's rows.  The keys of
-    `metadata` have no prefix "clip.vision.".
+    `projection` returns the tensors after the encoder, given the lengths of the encoder's and of the text
+    model's rows.  The keys of `metadata` have no prefix "clip.vision.".
     """
 
     summary: str
     kind: str
     text_model: str
-    projection: Callable[[Draw, int], Tensors]
+    projection: Callable[[Draw, int, int], Tensors]
     metadata: Mapping[str, int] = field(default_factory=dict)
     encoder: Encoder = Encoder()
+    n_embd_text: int = N_EMBD_TEXT
 
 
 class Draw:
@@ -67,32 +79,32 @@ class Draw:
         return scaled
 
 
-def _gemma3(draw: Draw, n: int) -> Tensors:
+def _gemma3(draw: Draw, n: int, n_text: int) -> Tensors:
     return {
-        "mm.input_projection.weight": draw(n, N_EMBD_TEXT),
+        "mm.input_projection.weight": draw(n, n_text),
         "mm.soft_emb_norm.weight": np.ones(n, np.float32),
     }
 
 
-def _qwen2vl(draw: Draw, n: int) -> Tensors:
+def _qwen2vl(draw: Draw, n: int, n_text: int) -> Tensors:
     return {
         "mm.0.weight": draw(4 * n, 4 * n),
         "mm.0.bias": np.zeros(4 * n, np.float32),
-        "mm.2.weight": draw(N_EMBD_TEXT, 4 * n),
-        "mm.2.bias": np.zeros(N_EMBD_TEXT, np.float32),
+        "mm.2.weight": draw(n_text, 4 * n),
+        "mm.2.bias": np.zeros(n_text, np.float32),
     }
 
 
-def _idefics3(draw: Draw, n: int) -> Tensors:
-    return {"mm.model.fc.weight": draw(N_EMBD_TEXT, 4 * n)}
+def _idefics3(draw: Draw, n: int, n_text: int) -> Tensors:
+    return {"mm.model.fc.weight": draw(n_text, 4 * n)}
 
 
-def _llava(draw: Draw, n: int) -> Tensors:
+def _llava(draw: Draw, n: int, n_text: int) -> Tensors:
     return {
-        "mm.0.weight": draw(N_EMBD_TEXT, n),
-        "mm.0.bias": np.zeros(N_EMBD_TEXT, np.float32),
-        "mm.2.weight": draw(N_EMBD_TEXT, N_EMBD_TEXT),
-        "mm.2.bias": np.zeros(N_EMBD_TEXT, np.float32),
+        "mm.0.weight": draw(n_text, n),
+        "mm.0.bias": np.zeros(n_text, np.float32),
+        "mm.2.weight": draw(n_text, n_text),
+        "mm.2.bias": np.zeros(n_text, np.float32),
     }
 
 
@@ -108,11 +120,22 @@ PROJECTORS: dict[str, Projector] = {
     "llava": Projector("64 rows, whatever the image; causal", "mlp", "tiny-llama", _llava),
 }  # fmt: skip
 
+# An encoder of the size of SigLIP-base.
+_SIGLIP_BASE = Encoder(768, 12, 12, 224, 16, 4, np.float16)
+BENCHMARKS: dict[str, Projector] = {
+    "base-llava": Projector(
+        "196 rows, whatever the image; for SmolLM2-135M", "mlp", "", _llava,
+        encoder=_SIGLIP_BASE, n_embd_text=576),
+    "base-qwen2vl": Projector(
+        "rows follow the size of the image; for qwen3.5-wide", "qwen2vl_merger", "qwen3.5-wide", _qwen2vl,
+        encoder=_SIGLIP_BASE, n_embd_text=2048),
+}  # fmt: skip
+
 
 def _tensors(projector: Projector, draw: Draw) -> Tensors:
-    """Return every tensor, in the order of the file; all F32, as llama.cpp adds them to F32."""
+    """Return every tensor, in the order of the file."""
     e = projector.encoder
-    n, n_ff = e.n_embd, 3 * e.n_embd
+    n, n_ff = e.n_embd, e.ff_factor * e.n_embd
     tensors: Tensors = {"v.patch_embd.weight": draw(n, 3, e.patch, e.patch)}
     if projector.kind == "qwen2vl_merger":
         tensors["v.patch_embd.weight.1"] = draw(n, 3, e.patch, e.patch)
@@ -135,7 +158,11 @@ def _tensors(projector: Projector, draw: Draw) -> Tensors:
             weight, bias = _norm(n)
             tensors[f"v.blk.{i}.{name}.weight"], tensors[f"v.blk.{i}.{name}.bias"] = weight, bias
     tensors["v.post_ln.weight"], tensors["v.post_ln.bias"] = _norm(n)
-    return tensors | projector.projection(draw, n)
+    tensors |= projector.projection(draw, n, projector.n_embd_text)
+    return {
+        name: values.astype(e.dtype) if values.ndim > 1 and "position" not in name else values
+        for name, values in tensors.items()
+    }
 
 
 def _norm(n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -146,8 +173,8 @@ def _write(path: Path, projector: Projector) -> None:
     e = projector.encoder
     keys = {
         "embedding_length": e.n_embd, "attention.head_count": e.n_head,
-        "feed_forward_length": 3 * e.n_embd, "block_count": e.n_layer, "image_size": e.side,
-        "patch_size": e.patch, "projection_dim": N_EMBD_TEXT, **projector.metadata,
+        "feed_forward_length": e.ff_factor * e.n_embd, "block_count": e.n_layer, "image_size": e.side,
+        "patch_size": e.patch, "projection_dim": projector.n_embd_text, **projector.metadata,
     }  # fmt: skip
     with contextlib.closing(gguf.GGUFWriter(path, "clip")) as writer:
         writer.add_bool("clip.has_vision_encoder", True)
@@ -174,7 +201,7 @@ def ensure(name: str, directory: Path | None = None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as scratch:
         draft = Path(scratch) / path.name
-        _write(draft, PROJECTORS[name])
+        _write(draft, {**PROJECTORS, **BENCHMARKS}[name])
         os.replace(draft, path)
     return path
 
