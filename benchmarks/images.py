@@ -1,9 +1,6 @@
 """Measure images beside llama-server, on the same files and by turns.
 
-    python -m benchmarks.images             # all measurements
-    python -m benchmarks.images streams     # the pace of four streams while images are encoded
-    python -m benchmarks.images questions   # ten questions about one image, on a hybrid model
-    python -m benchmarks.images chat        # ten turns of a chat about it
+    python -m benchmarks.images [streams] [questions] [chat]
 
 Streams: SmolLM2-135M-Instruct with an encoder of the size of SigLIP-base.  One client sends different images,
 one after another, while four clients read streams; cllm has `target_itl_ms`.  Chat: `qwen3.5-wide`, with the
