@@ -5,7 +5,8 @@
 Streams: SmolLM2-135M-Instruct with an encoder of the size of SigLIP-base.  One client sends different images,
 one after another, while four clients read streams; cllm has `target_itl_ms`.  Chat: `qwen3.5-wide`, with the
 same encoder and M-RoPE; every turn repeats the image and the chat up to then.  Questions: the same, but each
-behind the image alone.  The weights of the encoders are random.  cllm runs in the process of the clients; llama-server is asked over HTTP.
+behind the image alone.  The weights of the encoders are random.  cllm runs in the process of the clients;
+llama-server is asked over HTTP.
 """
 
 from __future__ import annotations

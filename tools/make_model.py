@@ -220,6 +220,10 @@ MODELS: dict[str, Model] = {
     "tiny-qwen2vl": Model(
         "positions of images in four parts (M-RoPE)", "qwen2vl", _TINY_ONE_HEAD, _UNTIED, (_QWEN2VL,) * 2,
         {"rope.dimension_sections": [8, 12, 12, 0], "attention.layer_norm_rms_epsilon": 1e-6}),
+    "tiny-qwen3vl": Model(
+        "rows of images that also enter after the first layer (deepstack)", "qwen3vl", _TINY, _UNTIED,
+        (_QWEN3,) * 2,
+        {**_QWEN3_KEYS, "rope.dimension_sections": [8, 12, 12, 0], "n_deepstack_layers": 1}),
     "tiny-tiles": Model(
         "the tokens around tiles of an image, as SmolVLM has them",
         "llama", Shape(64, 192, 2, 1, 64, 263, 2048), _UNTIED, (_LLAMA,) * 2,

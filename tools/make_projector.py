@@ -95,6 +95,21 @@ def _qwen2vl(draw: Draw, n: int, n_text: int) -> Tensors:
     }
 
 
+def _qwen3vl(draw: Draw, n: int, n_text: int) -> Tensors:
+    """Return a second projection of the first layer's output, too."""
+    weight, bias = _norm(4 * n)
+    first, second = _qwen2vl(draw, n, n_text), _qwen2vl(draw, n, n_text)
+    place = "v.deepstack.0."
+    return first | {
+        f"{place}norm.weight": weight,
+        f"{place}norm.bias": bias,
+        **{
+            name.replace("mm.0", f"{place}fc1").replace("mm.2", f"{place}fc2"): values
+            for name, values in second.items()
+        },
+    }
+
+
 def _idefics3(draw: Draw, n: int, n_text: int) -> Tensors:
     return {"mm.model.fc.weight": draw(n_text, 4 * n)}
 
@@ -114,6 +129,9 @@ PROJECTORS: dict[str, Projector] = {
         "gemma3", "tiny-swa", _gemma3, {"projector.scale_factor": 2}),
     "qwen2vl": Projector(
         "rows follow the size of the image; M-RoPE", "qwen2vl_merger", "tiny-qwen2vl", _qwen2vl),
+    "qwen3vl": Projector(
+        "rows of twice the length, whose second half enters after the text model's first layer; M-RoPE",
+        "qwen3vl_merger", "tiny-qwen3vl", _qwen3vl),
     "idefics3": Projector(
         "an overview and tiles of one image", "idefics3", "tiny-tiles", _idefics3,
         {"projector.scale_factor": 2, "preproc_image_size": 128}),
@@ -137,9 +155,9 @@ def _tensors(projector: Projector, draw: Draw) -> Tensors:
     e = projector.encoder
     n, n_ff = e.n_embd, e.ff_factor * e.n_embd
     tensors: Tensors = {"v.patch_embd.weight": draw(n, 3, e.patch, e.patch)}
-    if projector.kind == "qwen2vl_merger":
+    if projector.kind in ("qwen2vl_merger", "qwen3vl_merger"):
         tensors["v.patch_embd.weight.1"] = draw(n, 3, e.patch, e.patch)
-    else:
+    if projector.kind != "qwen2vl_merger":
         tensors["v.patch_embd.bias"] = np.zeros(n, np.float32)
         is_llava = projector.kind == "mlp"
         tensors["v.position_embd.weight"] = draw((e.side // e.patch) ** 2 + is_llava, n)
@@ -150,6 +168,9 @@ def _tensors(projector: Projector, draw: Draw) -> Tensors:
         "attn_q": (n, n), "attn_k": (n, n), "attn_v": (n, n), "attn_out": (n, n),
         "ffn_up": (n_ff, n), "ffn_down": (n, n_ff),
     }  # fmt: skip
+    if projector.kind == "qwen3vl_merger":
+        del shapes["attn_q"], shapes["attn_k"], shapes["attn_v"]
+        shapes["attn_qkv"] = 3 * n, n
     for i in range(e.n_layer):
         for name, shape in shapes.items():
             tensors[f"v.blk.{i}.{name}.weight"] = draw(*shape)

@@ -169,10 +169,14 @@ def logits_ith(context: Context) -> None:
     context._lib.__dict__.setdefault("llama_get_logits_ith", function)
 
 
+WITH_MROPE = ("qwen2vl", "qwen3vl")
+
+
 # --- What an image becomes -----------------------------------------------------------------------
 CHUNKS = {
     "gemma3": [(16, 16, False)],
     "qwen2vl": [(24, 6, True)],
+    "qwen3vl": [(24, 6, True)],
     "idefics3": [(16, 16, True)] * 5,
     "llava": [(64, 64, True)],
 }
@@ -183,7 +187,7 @@ def test_an_image_has_as_many_rows_and_positions_as_its_projector_gives_it(visio
     assert found == CHUNKS[vision.name]
     assert vision.projector.has_vision
     assert not vision.projector.has_audio
-    assert vision.projector.has_mrope == (vision.name == "qwen2vl")
+    assert vision.projector.has_mrope == (vision.name in WITH_MROPE)
 
 
 def test_chunks_can_be_counted_without_pixels(vision: Vision) -> None:
@@ -199,7 +203,7 @@ def test_chunks_can_be_counted_without_pixels(vision: Vision) -> None:
 def test_positions_follow_what_stands_before_the_image(vision: Vision) -> None:
     chunk = vision.chunks[0]
     found = chunk.positions(7)
-    if vision.name != "qwen2vl":
+    if vision.name not in WITH_MROPE:
         assert found.tolist() == list(range(7, 7 + chunk.n_tokens))
         return
     time, row, column, fourth = found.tolist()
@@ -558,17 +562,23 @@ def test_rows_of_another_width_or_kind_of_positions_are_rejected(
 ) -> None:
     chunk = vision.chunks[0]
     rows = np.zeros((chunk.n_tokens, 32), np.float32)
-    with pytest.raises(InvalidArgumentError, match="n_embd of rows is 32, must be 64"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"n_embd of rows is 32, must be {vision.model.n_embd_inp}"
+    ):
         context.decode(EmbeddingBatch(0, rows, chunk.positions(0), is_causal=True))
     other = POSITIONS if context.has_mrope else np.zeros((4, 4), np.int32)
     with pytest.raises(InvalidArgumentError, match="shape of positions"):
-        context.decode(EmbeddingBatch(0, ROWS, other, is_causal=True))
+        context.decode(
+            EmbeddingBatch(
+                0, np.zeros((4, vision.model.n_embd_inp), np.float32), other, is_causal=True
+            )
+        )
 
 
 def test_an_image_continues_the_sequence(vision: Vision, context: Context) -> None:
     decode(context, vision.projector, [BEFORE])
     chunk = vision.chunks[0]
-    rows = np.zeros((chunk.n_tokens, 64), np.float32)
+    rows = np.zeros((chunk.n_tokens, vision.model.n_embd_inp), np.float32)
     with pytest.raises(PositionError):
         context.decode(EmbeddingBatch(0, rows, chunk.positions(2), is_causal=chunk.is_causal))
 

@@ -242,7 +242,12 @@ FEATURES: tuple[Feature, ...] = (
     restored_from_a_file, suspended_to_a_file, forked, rewound, in_pieces, with_drafts,
     in_a_process_that_is_killed, deterministic, beside_an_adapter,
 )  # fmt: skip
-CELLS = [Cell(name, memory) for name, memory in itertools.product(PROJECTORS, MEMORIES)]
+CELLS = [
+    Cell(name, memory)
+    for name, memory in itertools.product(PROJECTORS, MEMORIES)
+    if name != "qwen3vl"
+    or memory == "whole"  # llama.cpp has no other text model for deepstack rows
+]
 TABLE = [
     pytest.param(feature, cell, EVENT_LOOPS[n % 2], id=f"{feature.__name__}-{cell.projector}-{cell.memory}")
     for n, (feature, cell) in enumerate(itertools.product(FEATURES, CELLS))
