@@ -1,4 +1,4 @@
-"""Faults of libllama: the k-th call of any of its functions has a wrong outcome.
+"""Faults of libllama and libmtmd: the k-th call of any of its functions has a wrong outcome.
 
 `NativeFaults` wraps every function of the loaded library, those that release the GIL and those that
 keep it, and counts their calls.  Once armed with a `Fault`, the k-th call of its function has the
@@ -19,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from cllm.bindings import _llama_h as h
+from cllm.bindings._functions import Functions
 from cllm.bindings._library import library
 from cllm.engine.core.scheduler import Chunk
 from cllm.engine.core.sequence import Sequence
@@ -141,7 +142,12 @@ class Met:
 
 
 class NativeFaults:
-    """Every function of libllama, watched while this is entered.
+    """Every function of a library, watched while this is entered.
+
+    Parameters
+    ----------
+    functions : Functions, optional
+        By default those of libllama.
 
     Attributes
     ----------
@@ -155,7 +161,8 @@ class NativeFaults:
         Request that the event loop is submitting; the bench sets it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Functions | None = None) -> None:
+        self._functions = functions or library()
         self.n_calls: Counter[str] = Counter()
         self.met: list[Met] = []
         self.opening: str | None = None
@@ -168,10 +175,10 @@ class NativeFaults:
         self._real: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        functions = vars(library())
-        self._real = {name: functions[name] for name in h.DECLARATIONS.prototypes}
+        functions = vars(self._functions)
+        self._real = {name: functions[name] for name in self._functions.declared.prototypes}
         for name, real in self._real.items():
-            setattr(library(), name, _Watched(self, name, real))
+            setattr(self._functions, name, _Watched(self, name, real))
         return self
 
     def __exit__(
@@ -183,7 +190,7 @@ class NativeFaults:
         # Open handles keep their watched functions; after `disarm` these call the real ones.
         self.disarm()
         for name, real in self._real.items():
-            setattr(library(), name, real)
+            setattr(self._functions, name, real)
 
     def arm(self, *faults: Fault) -> None:
         """Reset the counts, and arm these faults."""

@@ -21,7 +21,7 @@ from cllm.engine.core.commands import (
 )
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.thread.backend import ImageEncoder, Loras
-from cllm.errors import CllmError, InvalidRequestError, ModelLoadError
+from cllm.errors import CllmError, GenerationError, InvalidRequestError, ModelLoadError
 
 
 class Questions:
@@ -80,10 +80,7 @@ class Questions:
             case EraseSlot(seq_id):
                 return core.erase_slot(seq_id)
             case LayoutImage(height, width):
-                if self._images is None:
-                    limit = "left out: the engine has no projector (mmproj)"
-                    raise InvalidRequestError("image", f"{width}×{height} pixels", limit)
-                return ImageLayout(self._images.layout(height, width))
+                return self._layout(height, width)
             case LoadLora(name, path, scale):
                 return self._change_loras(lambda: self._loras.load(name, path, scale), path)
             case UnloadLora(name):
@@ -92,6 +89,22 @@ class Questions:
                 answer = self._change_loras(lambda: self._loras.unload(name), name)
                 core.forget_lora(name)
                 return answer
+
+    def _layout(self, height: int, width: int) -> ImageLayout:
+        """Return the chunks of an image; every failure becomes an error of cllm, and the engine continues."""
+        size = f"{width}×{height} pixels"
+        if self._images is None:
+            raise InvalidRequestError(
+                "image", size, "left out: the engine has no projector (mmproj)"
+            )
+        try:
+            return ImageLayout(self._images.layout(height, width))
+        except CllmError:
+            raise
+        except Exception as error:
+            raise GenerationError(
+                f"an image of {size} was not cut into chunks: {error!r}"
+            ) from error
 
     def _change_loras(self, change: Callable[[], object], path: str) -> Answer:
         """Load or unload adapters; every failure becomes an error of cllm, and the engine continues."""
