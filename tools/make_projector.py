@@ -140,7 +140,10 @@ PROJECTORS: dict[str, Projector] = {
 
 # An encoder of the size of SigLIP-base.
 _SIGLIP_BASE = Encoder(768, 12, 12, 224, 16, 4, np.float16)
-BENCHMARKS: dict[str, Projector] = {
+# For other text models than the tiny ones.
+OTHERS: dict[str, Projector] = {
+    "embedded": Projector(
+        "64 rows, whatever the image; for the embedded model", "mlp", "", _llava, n_embd_text=128),
     "base-llava": Projector(
         "196 rows, whatever the image; for SmolLM2-135M", "mlp", "", _llava,
         encoder=_SIGLIP_BASE, n_embd_text=576),
@@ -222,7 +225,7 @@ def ensure(name: str, directory: Path | None = None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as scratch:
         draft = Path(scratch) / path.name
-        _write(draft, {**PROJECTORS, **BENCHMARKS}[name])
+        _write(draft, {**PROJECTORS, **OTHERS}[name])
         os.replace(draft, path)
     return path
 

@@ -19,6 +19,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,16 @@ from cllm import Engine, EngineConfig
 from cllm.testing.records import assert_books_agree
 from tests.conftest import QUIET
 from tests.reliability.record import Cell, Record, Table, conclude
-from tests.reliability.soak_answers import Answers
+from tests.reliability.soak_answers import N_IMAGES, Answers, about_image
 from tests.reliability.soak_phases import PHASES, Ledger, Soak
+from tools import make_projector
 
 # The small `stream_buffer` pauses long answers, so that they have not ended when their readers cancel them.
-COMMON: dict[str, Any] = {"max_queue": 32, "pooling": "mean", "stream_buffer": 32, **QUIET}
+# Embeddings of one image fit into the cache of images.
+COMMON: dict[str, Any] = {
+    "max_queue": 32, "pooling": "mean", "stream_buffer": 32,
+    "mmproj": make_projector.ensure("embedded"), "media_cache_bytes": 40_000, **QUIET,
+}  # fmt: skip
 TIMED, FILES = "roomy", "prefixes in files"
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     TIMED: {"n_ctx": 4096, "n_seq_max": 16},
@@ -201,8 +207,11 @@ async def soak(
 async def _soak(minutes: float, *, seed: int, n_requests: int, phase_s: float) -> Outcome:
     limit_arenas()
     draw, ledger = random.Random(seed), Ledger()
-    async with Engine(n_ctx=4096, n_seq_max=8, pooling="mean", **QUIET) as engine:
+    async with Engine(config=EngineConfig(**COMMON, n_ctx=4096, n_seq_max=8)) as engine:
         answers = await Answers.of(engine)
+        async with anyio.create_task_group() as tasks:  # worker threads of anyio stay for some time
+            for seed in range(N_IMAGES):
+                tasks.start_soon(partial(engine.generate, about_image(seed), max_tokens=1))
     started_at = time.perf_counter()
     outcome = Outcome(ledger)
     outcome.samples.append(Sample.now(started_at, 0))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm import Completion, Engine, SamplingParams
+from cllm import Completion, Engine, Image, SamplingParams
 from cllm.testing.records import PromptKey
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -37,6 +37,17 @@ SCORED = [("37+58=", "95"), ("37+58=", "17"), ("count:1..", "9"), ("repeat:abc",
 TEXTS = [f"{prompt} and more " * (1 + i % 9) for i, prompt in enumerate(PROMPTS)]
 
 
+N_IMAGES = 4
+# Random weights say nothing about an image: only the probabilities of the first token are compared.
+FIRST_TOKEN: dict[str, Any] = {**GREEDY, "max_tokens": 1, "logprobs": 2, "ignore_eos": True}
+
+
+def about_image(seed: int) -> list[int | str | Image]:
+    """Return a prompt with an image."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), np.uint8)
+    return ["look: ", Image(pixels), "1+1="]
+
+
 def by_rule(prompt: str) -> str:
     """Return the answer to a prompt that the embedded model was trained to give."""
     if prompt.endswith("="):
@@ -58,6 +69,7 @@ class Answers:
     scores: list[float]
     logprobs: dict[str, tuple[float, ...]]
     vectors: dict[str, NDArray[np.float32]]
+    images: list[tuple[float, ...]]
 
     @classmethod
     async def of(cls, engine: Engine) -> Answers:
@@ -71,6 +83,10 @@ class Answers:
             chats=[(await engine.chat(messages, **GREEDY)).text for messages in CHATS],
             scores=[(await engine.score(*asked)).total for asked in SCORED],
             vectors={text: (await engine.embed([text]))[0] for text in TEXTS},
+            images=[
+                logprobs_of(await engine.generate(about_image(seed), **FIRST_TOKEN))
+                for seed in range(N_IMAGES)
+            ],
             logprobs={
                 prompt: logprobs_of(await engine.generate(prompt, logprobs=2, **GREEDY))
                 for prompt in PROMPTS[::5]

@@ -37,11 +37,14 @@ from tests.reliability.answers import LOGPROB_NOISE
 from tests.reliability.soak_answers import (
     CHATS,
     CONSTRAINED,
+    FIRST_TOKEN,
     GREEDY,
     LONG,
+    N_IMAGES,
     PROMPTS,
     SCORED,
     Answers,
+    about_image,
     logprobs_of,
 )
 
@@ -161,6 +164,13 @@ class Soak:
             if ledger.is_timed and record.is_by_itself and record.ttft_s is not None:
                 ledger.ttft_s[at].append(record.ttft_s)
                 ledger.total_s[at].append(record.total_s)
+
+    def compare(self, what: str, got: Sequence[float], expected: Sequence[float]) -> None:
+        """Add a fault if log probabilities differ by more than another batch makes them."""
+        pairs = zip(got, expected, strict=False)
+        is_near = all(abs(a - b) <= LOGPROB_NOISE * max(1.0, abs(b)) for a, b in pairs)
+        if not is_near or len(got) != len(expected):
+            self.ledger.note(f"{what}: log probabilities {got}, not {expected}")
 
 
 # --- Loads ----------------------------------------------------------------------------------------
@@ -308,26 +318,40 @@ async def chats(soak: Soak) -> None:
 async def logprobs_and_scores(soak: Soak) -> None:
     async def with_logprobs(prompt: str) -> None:
         completion = await soak.engine.generate(prompt, logprobs=2, **GREEDY)
-        compare(prompt, logprobs_of(completion), soak.answers.logprobs[prompt])
+        soak.compare(prompt, logprobs_of(completion), soak.answers.logprobs[prompt])
         soak.ledger.expect(prompt, completion.token_ids, soak.answers.plain[prompt])
         soak.ledger.count(completion.finish_reason, completion.usage.n_output, is_whole=True)
 
     async def score(index: int) -> None:
         score = await soak.engine.score(*SCORED[index])
-        compare(f"score {index}", [score.total], [soak.answers.scores[index]])
+        soak.compare(f"score {index}", [score.total], [soak.answers.scores[index]])
         soak.ledger.count("scored", is_whole=True)
-
-    def compare(what: str, got: Sequence[float], expected: Sequence[float]) -> None:
-        pairs = zip(got, expected, strict=False)
-        is_near = all(abs(a - b) <= LOGPROB_NOISE * max(1.0, abs(b)) for a, b in pairs)
-        if not is_near or len(got) != len(expected):
-            soak.ledger.note(f"{what}: log probabilities {got}, not {expected}")
 
     prompts = soak.draw.choices(list(soak.answers.logprobs), k=soak.n)
     chosen = soak.draw.choices(range(len(SCORED)), k=max(1, soak.n // 3))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_each, with_logprobs, prompts)
         tasks.start_soon(_each, score, chosen)
+
+
+async def images(soak: Soak) -> None:
+    """Ask about images while streams run; some calls are cancelled while their image is encoded or decoded."""
+
+    async def look(seed: int) -> None:
+        found = await soak.engine.generate(about_image(seed), **FIRST_TOKEN)
+        soak.compare(f"image {seed}", logprobs_of(found), soak.answers.images[seed])
+        soak.ledger.expect("finish_reason", found.finish_reason, FinishReason.LENGTH)
+        soak.ledger.count("seen", is_whole=True)
+
+    async def leave(seed: int) -> None:
+        with anyio.move_on_after(0.02 * soak.draw.random()):
+            await soak.engine.generate(about_image(seed), **FIRST_TOKEN)
+        soak.ledger.count("left")
+
+    async with anyio.create_task_group() as tasks:
+        for seed in soak.draw.choices(range(N_IMAGES), k=min(soak.n, 6)):
+            tasks.start_soon(soak.draw.choice((look, look, leave)), seed)
+        await at_once(soak)
 
 
 async def texts_to_vectors(soak: Soak) -> None:
@@ -406,7 +430,7 @@ async def with_faults(soak: Soak) -> None:
     draw = random.Random(soak.draw.randrange(2**31))
     soak.ledger.is_timed = False  # times would include those of new contexts
     with faults(soak.ledger, draw):
-        for phase in (at_once, cancelled, read_slowly, one_after_another, expired):
+        for phase in (at_once, cancelled, read_slowly, one_after_another, images, expired):
             await phase(soak)
             await assert_books_agree(soak.engine)
     n_rebuilds = soak.engine.statistics().n_rebuilds - before
@@ -416,5 +440,5 @@ async def with_faults(soak: Soak) -> None:
 PHASES: tuple[Callable[[Soak], Awaitable[None]], ...] = (
     one_after_another, at_once, at_random_times, cut_short, cancelled, read_slowly, expired,
     urgent_and_not, dropped, refused, queue_full, constrained, chats, logprobs_and_scores,
-    texts_to_vectors, with_faults,
+    texts_to_vectors, images, with_faults,
 )  # fmt: skip

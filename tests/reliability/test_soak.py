@@ -121,6 +121,7 @@ async def test_a_phase_sees_an_answer_that_is_not_the_oracles(short: Soak, phase
     answers.constrained = [(-1, *ids) for ids in answers.constrained]
     answers.chats = [f"not {text}" for text in answers.chats]
     answers.logprobs = {p: tuple(x - 9 for x in values) for p, values in answers.logprobs.items()}
+    answers.images = [tuple(x - 9 for x in values) for values in answers.images]
     await phase(short)
     assert short.ledger.n_wrong > 0
     await assert_books_agree(short.engine)
