@@ -298,7 +298,8 @@ class EngineConfig:
         generates.
     mmproj : str or Path, optional
         The projector file with which the model takes images, or hf:USER/REPO/FILE.  "auto": the file
-        `mmproj*.gguf` in the folder or in the repository of the model, if there is one.  Images are encoded in a thread of their own, in turns with the decodes.
+        `mmproj*.gguf` in the folder or in the repository of the model, if there is one.  Images are encoded in
+        a thread of their own, in turns with the decodes.
     mmproj_offload : bool
         Encode images on a GPU, if there is one.
     image_min_tokens : int, optional

@@ -131,12 +131,10 @@ def one_projector(files: Iterable[str]) -> str | None:
 
 
 def _projector_rank(file: str) -> tuple[int, int, str]:
-    types = [quant.upper() for quant in _QUANT.findall(PurePosixPath(file).name)[-1:]]
-    rank = next(
-        (rank for rank, preferred in enumerate(_PROJECTOR_TYPES) if preferred in types),
-        len(_PROJECTOR_TYPES),
-    )
-    return rank, len(file), file
+    """Return a key that sorts the preferred projector first."""
+    quant = "".join(_QUANT.findall(PurePosixPath(file).name)[-1:]).upper()
+    order = (*_PROJECTOR_TYPES, quant)
+    return order.index(quant), len(file), file
 
 
 def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:

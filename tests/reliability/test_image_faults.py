@@ -77,7 +77,7 @@ def image(seed: int) -> Image:
 
 
 async def answers_of(engine: Engine, seed: int) -> list[tuple[int, ...] | None]:
-    """Of a request with an image and one without, at once; None where one has failed."""
+    """Return the tokens of a request with an image and of one without, made at once; None for a failed one."""
     found: list[tuple[int, ...] | None] = [None, None]
 
     async def ask(index: int, prompt: Any) -> None:

@@ -14,7 +14,7 @@ P_LATE = 0.005  # share of gaps that may be longer than `TOLERANCE` times the ta
 FIRST_AIM, MIN_AIM, MAX_AIM = 0.9, 0.5, 1.05
 # A late gap lowers the aim by this share, any other gap raises it by `P_LATE` of this share.
 BACKOFF = 0.04
-# The other work gets at least this share of the target, even if the streams alone exceed it.
+# The other work gets at least this share of the target, even if the streams alone exceed it: it must not starve.
 MIN_SHARE = 0.1
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cllm.engine.core.gap_budget import MAX_AIM
+from cllm.engine.core.gap_budget import MAX_AIM, MIN_SHARE
 from cllm.engine.core.scheduler import Chunk
 
 # Older ticks count for less: the fit describes the shapes that are decoded now.  Ticks with prompts and
@@ -23,9 +23,6 @@ N_REMEMBERED = 512  # the weight of older ones is below a millionth
 N_LATEST = 15
 # In these units the three coefficients are of similar size.
 ROWS, CELLS = 100.0, 100_000.0
-# Prompts get at least this share of the target in every tick, even if the streams alone exceed it:
-# they must not starve.
-MIN_PROMPT_SHARE = 0.1
 # Kernels change with the number of rows, so a fit says little about batches much larger than any
 # it has seen lately: grow towards them.
 FIRST_PROMPT_ROWS = 32
@@ -148,7 +145,7 @@ class TickCost:
         cells = list(decoding)
         fixed, per_row, per_cell = self.coefficients
         left = aim * target_s - self.seconds(len(cells), sum(cells)) - (fixed if is_apart else 0.0)
-        left = max(left, MIN_PROMPT_SHARE * target_s)
+        left = max(left, MIN_SHARE * target_s)
         # left = per_row·m + per_cell·(n_computed·m + m²/2), solved for m.
         linear, quadratic = per_row + per_cell * n_computed, per_cell / 2
         # In the form without a difference: per_cell may be next to nothing.

@@ -33,12 +33,11 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.core import scheduler
 from cllm.engine.core.decode_cost import DecodeCost
 from cllm.engine.core.decoder import Decoder
-from cllm.engine.core.gap_budget import Aim
+from cllm.engine.core.gap_budget import MIN_SHARE, Aim
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.scheduler import ATTENTION_TILE, Chunk, most_urgent, seq_id_of
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.tenants import Tenants
-from cllm.engine.core.tick_cost import MIN_PROMPT_SHARE
 from cllm.engine.lora import LoraSet
 
 # The work that may fill the gap between two tokens of the streams, besides their own rows.
@@ -186,7 +185,7 @@ class Turns:
             return False
         cells = sum(s.n_computed for s in decoding)
         left = self._aim.share * self._target_s - self._cost.ticks.seconds(len(decoding), cells)
-        return left > MIN_PROMPT_SHARE * self._target_s
+        return left > MIN_SHARE * self._target_s
 
     def next_tick_s(self, running: Iterable[Sequence], *, has_loras: bool) -> float:
         """Return the expected seconds until all these sequences have had a turn; 0 while unknown."""

@@ -92,7 +92,6 @@ class LlamaImageEncoder:
         self._config = config
         self._on_gpu = model.is_on_gpu and config.mmproj_offload
         target_ms = config.target_itl_ms
-        self._has_target = target_ms is not None
         self._budget = GapBudget(None if target_ms is None else target_ms / 1000.0, FIRST_AIM)
         self._changed = threading.Condition()
         self._jobs: deque[tuple[MediaInput, tuple[int, ...]]] = deque()
@@ -232,7 +231,9 @@ class LlamaImageEncoder:
         """Return the seconds of the encoder's turn before a decode that could begin now."""
         decoded_s, self._decoded_s = self._decoded_s, 0.0
         # Rows of prompts and of images take what the target leaves: see `Turns.begin_gap`.
-        is_full = self._has_target and (work == "prompts" or self._work == "image")
+        is_full = self._config.target_itl_ms is not None and (
+            work == "prompts" or self._work == "image"
+        )
         if is_full or not (self._wants_turn and self._is_held):
             self._budget.pause()
             return 0.0

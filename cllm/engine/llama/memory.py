@@ -211,8 +211,7 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     available = None if _is_elsewhere(config) else available_bytes()
     if not n_trained or available is None:
         return N_CTX, f"{N_CTX:,} tokens of context (-c takes more)"
-    files = [*model_files(config), *other_files(config)]
-    n_weights = sum(file.stat().st_size for file in files if file.exists())
+    n_weights = sum(file.stat().st_size for file in _files(config) if file.exists())
     n_weights += encoder_bytes(config)
     n_bytes = kv_bytes(replace(config, n_ctx=n_wanted))
     n_allowed = (available - n_weights) // 2
@@ -245,8 +244,12 @@ def _is_elsewhere(config: EngineConfig) -> bool:
 
 def _sizes(config: EngineConfig) -> dict[tuple[int, int] | Path, int]:
     """Return the bytes of each file of weights; a file with several names is in it once."""
-    files = [*model_files(config), *other_files(config)]
-    return {_identity(file): file.stat().st_size for file in files}
+    return {_identity(file): file.stat().st_size for file in _files(config)}
+
+
+def _files(config: EngineConfig) -> list[Path]:
+    """Return all files of weights."""
+    return [*model_files(config), *other_files(config)]
 
 
 def _identity(file: Path) -> tuple[int, int] | Path:
