@@ -1,7 +1,7 @@
 """Damaged files of images: `python -m tests.reliability.damaged_images [--files N] [--save]`.
 
 Each file is an image of a request to one engine with a projector.  The engine must answer the request, or
-reject it with an `InvalidRequestError` that names the image.  Meanwhile another request must have its answer.
+reject it with an `InvalidRequestError` that names the image, or as too long.  Meanwhile another request must have its answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tools.make_projector import PROJECTORS
 NAME = "damaged_images"
 CLAIM = (
     "A damaged file of an image is an InvalidRequestError that names the image, or an image that the model "
-    "answers. Its process takes a bounded amount of memory, and other requests have their answers."
+    "answers, or one that does not fit the context (a flipped bit can make it larger). Its process takes a bounded amount of memory, and other requests have their answers."
 )
 N_FILES = 2000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -144,6 +144,8 @@ async def _try(engine: Engine, file: File, found: Findings) -> None:
     try:
         await engine.generate(["look: ", Image(file.data)], temperature=0, max_tokens=1)
         outcome = "answered"
+    except cllm.PromptTooLongError:
+        outcome = "rejected"
     except (InvalidRequestError, cllm.InvalidArgumentError) as error:
         outcome = "rejected"
         if error.field != "image":

@@ -67,6 +67,8 @@ class Case:
     ----------
     row : str
         Row of the hazard tables: "1.5 logit_bias out of range"; see `hazard_rows`.
+    options : callable
+        Returns further options of the engine of the scene; called in the process of the case.
     in_full_only : bool
         True: left out of `make test`, since it takes a second or more, or is one of many similar cases.
     """
@@ -76,14 +78,16 @@ class Case:
     act: Act
     error: type[Exception] | None
     says: tuple[str, ...] = ()
+    options: Callable[[], dict[str, Any]] = dict
     in_full_only: bool = False
 
 
 @dataclass
 class Topic:
-    """Cases of one kind; `row` is the default row of a case."""
+    """Cases of one kind; `row` is the default row of a case, `options` returns further options of its engine."""
 
     row: str = ""
+    options: Callable[[], dict[str, Any]] = dict
     cases: list[Case] = field(default_factory=list)
 
     def refuse(
@@ -101,7 +105,9 @@ class Topic:
         async def bound_act(scene: Scene) -> object:
             return await act(scene, **bound)
 
-        self.cases.append(Case(claim, row or self.row, bound_act, error, says, in_full_only))
+        self.cases.append(
+            Case(claim, row or self.row, bound_act, error, says, self.options, in_full_only)
+        )
 
     def accept(
         self,
@@ -118,7 +124,9 @@ class Topic:
             check_finite(await act(scene, **bound))
             return None
 
-        self.cases.append(Case(claim, row or self.row, bound_act, None, (), in_full_only))
+        self.cases.append(
+            Case(claim, row or self.row, bound_act, None, (), self.options, in_full_only)
+        )
 
 
 def check_finite(answer: object) -> None:

@@ -32,7 +32,7 @@ BYSTANDER_ANSWER = " ".join(map(str, range(10, 19)))
 
 async def run_case(case: Case, directory: Path) -> dict[str, str]:
     """Run a case; return its error and message, and under "afterwards" the faults that it caused."""
-    async with Engine(**OPTIONS, stream_buffer=STREAM_BUFFER) as engine:
+    async with Engine(**OPTIONS, **case.options(), stream_buffer=STREAM_BUFFER) as engine:
         outcome: dict[str, str] = {}
         async with engine.stream(BYSTANDER, temperature=0) as bystander:
             await anext(bystander)

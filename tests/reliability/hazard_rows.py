@@ -232,6 +232,8 @@ ROWS = (
     _row("1.10 token -1 around an image", "a vocabulary without the tokens around a tile"),
     _row("1.10 sizes of images", "pixels of shape (0, 8, 3)", "an image of 2**31 pixels a side",
          "an image of more than 64 Mi pixels", "an image that is all width"),
+    _row("1.10 files of images"),
+    _row("1.10 images where none can be"),
     _row("1.10 chunks without pixels", "an encode without pixels"),
     _row("1.10 freed before what it is of", "an encode of a closed chunk",
          "closing a projector with an open chunk"),

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 
 from benchmarks.measure import malloc_mib
-from cllm import Engine, FinishReason
+from cllm import Engine, FinishReason, Image
 from cllm.errors import InvalidRequestError
 from tests.conftest import QUIET
 
@@ -29,12 +30,12 @@ N_TOGETHER = 10
 HEAD = "The river runs down to the sea, and an old man watches it: "
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 8, "ignore_eos": True}
-CANCELLED, REFUSED = "cancelled", "refused"
+CANCELLED, REFUSED, SAMPLED_IMAGE = "cancelled", "refused", "sampled"
 # Requests are made in this order.  Seeds and prompts change from round to round.  Constraints do not change,
 # since each new one is compiled and kept.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": ("count:1..", GREEDY | {"stop": ["3 4"], "max_tokens": 20}),
-    "sampled": (HEAD, SAMPLED | {
+    SAMPLED_IMAGE: (HEAD, SAMPLED | {
         "dynatemp_range": 0.2, "top_n_sigma": 3.0, "typical_p": 0.9, "xtc_probability": 0.3,
     }),
     "penalized": (HEAD, SAMPLED | {
@@ -94,12 +95,21 @@ class Reading:
         )
 
 
+def image(number: int) -> Image:
+    """Return the image of this number: one of random pixels."""
+    return Image(np.random.default_rng(number).integers(0, 256, (48, 48, 3), np.uint8))
+
+
 async def one(engine: Engine, number: int, ends: Counter[str]) -> None:
     """Ask for one request, and count how it ended."""
     turn, index = divmod(number, len(KINDS))
     kind = [*KINDS][index]
     prompt, params = KINDS[kind]
-    asked = f"{prompt}{turn % N_PROMPTS}", params | {"seed": number % ROUND}
+    text = f"{prompt}{turn % N_PROMPTS}"
+    asked = (
+        [image(turn % N_PROMPTS), text] if kind == SAMPLED_IMAGE else text,
+        params | {"seed": number % ROUND},
+    )
     if kind == REFUSED:
         try:
             await engine.generate(asked[0], **asked[1])

@@ -33,6 +33,7 @@ from tests.reliability.leak_workload import OPTIONS, Reading, serve
 from tests.reliability.record import ROOT, Record, Table, conclude
 from tests.reliability.sanitized import Findings, NotBuiltError
 from tests.reliability.sanitizers import describe
+from tools import make_projector
 
 # The engine keeps the times of its last 512 ticks.  The warm-up must be long enough to fill this list, and
 # 200 requests are not.
@@ -111,7 +112,7 @@ async def serve_here(stops: Sequence[int], *, loses_samplers: bool = False) -> S
     ends: Counter[str] = Counter()
     readings = []
     n_served = 0
-    async with Engine(**OPTIONS) as engine:
+    async with Engine(**OPTIONS, mmproj=make_projector.ensure("embedded")) as engine:
         for stop in stops:
             await serve(engine, n_served, stop, ends)
             n_served = stop

@@ -21,6 +21,7 @@ PROOFS = {
     "bindings_fuzz": "Any arguments, for the bindings",
     "damaged_models": "Damaged model files",
     "damaged_states": "Damaged states",
+    "damaged_images": "Damaged files of images",
     "lifecycle": "Beginnings and ends",
     "kills": "Crashes",
     "soak": "Soak",
