@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub log_once memory processors removed sampling_limits settings engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.image_child engine.image_limits engine.json_schema engine.lora engine.media engine.media_rows engine.output engine.plain_values engine.request engine.rpc_address"
+    "checks errors hub log_once memory processors removed sampling_limits settings engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.image_child engine.image_limits engine.image_parts engine.json_schema engine.lora engine.media engine.media_rows engine.output engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -65,7 +65,13 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "cllm.server.bodies.fields",
-        ("cllm", "cllm.server", "cllm.engine.sampling_params", "cllm.sampling_limits"),
+        (
+            "cllm",
+            "cllm.server",
+            "cllm.engine.image_parts",
+            "cllm.engine.sampling_params",
+            "cllm.sampling_limits",
+        ),
     ),
     (
         "cllm.server.config",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import binascii
 import os
+import struct
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +24,7 @@ class Image:
     source : str, Path, bytes or ndarray
         A path or the content of a PNG, JPEG, WebP, BMP or GIF file (first frame), of at most 64 MiB; or pixels:
         uint8, shape `(height, width, 3)`, red, green, blue.  At most 16,384 pixels on a side and 33,554,432
-        in all.  Pixels are copied.
+        in all; the images of one prompt have at most 89,478,485 together.  Pixels are copied.
 
     Raises
     ------
@@ -47,12 +50,112 @@ class Image:
             raise InvalidArgumentError("image", source, "a path, the bytes of a file, or an array")
 
     def __repr__(self) -> str:
+        return f"<Image {self.shown!r}>"
+
+    @property
+    def shown(self) -> str:
+        """The image in an error: its path, or its size."""
         source = self.source
         if isinstance(source, Path):
-            return f"<Image {str(source)!r}>"
+            return str(source)
         if isinstance(source, bytes):
-            return f"<Image {len(source)} bytes>"
-        return f"<Image {source.shape[1]}×{source.shape[0]}>"
+            return f"{len(source)} bytes"
+        return f"{source.shape[1]}×{source.shape[0]} pixels"
+
+    def data_url(self) -> str:
+        """Return the file as a `data:` URL, pixels as a PNG file.  Any thread; reads a file.
+
+        Raises
+        ------
+        InvalidRequestError
+            As for `read`.
+        """
+        content = self.read()
+        data = content if isinstance(content, bytes) else _png(content)
+        return f"data:image;base64,{binascii.b2a_base64(data, newline=False).decode()}"
+
+    def read(self) -> bytes | NDArray[np.uint8]:
+        """Return the content of the file, or the pixels.  Any thread; reads a file.
+
+        Raises
+        ------
+        InvalidRequestError
+            The file cannot be read, or is too large.
+        """
+        if not isinstance(self.source, Path):
+            return self.source
+        try:
+            check_n_bytes(self.source.stat().st_size, InvalidRequestError)
+            return self.source.read_bytes()
+        except OSError as error:
+            reason = f"a file that can be read: {error.strerror}"
+            raise InvalidRequestError("image", self.shown, reason) from None
+
+
+class Base64Image(Image):
+    """The file of an image as base64 text, as in a `data:` URL; `read` decodes it.
+
+    Raises
+    ------
+    InvalidRequestError
+        The text is too long.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        check_n_bytes(3 * len(text) // 4, InvalidRequestError)
+
+    @property
+    def shown(self) -> str:
+        """See `Image`."""
+        return f"{3 * len(self._text) // 4} bytes"
+
+    def read(self) -> bytes:
+        """See `Image`."""
+        try:
+            # Spaces and line breaks may be between the characters, and "=" at the end is often missing.
+            data = binascii.a2b_base64(f"{self._text}==")
+        except ValueError as error:
+            limit = f"a file as base64 text ({error})"
+            raise InvalidRequestError("image", self.shown, limit) from None
+        check_n_bytes(len(data), InvalidRequestError)
+        return data
+
+
+class NamedImage(NamedTuple):
+    """An image of a prompt, and the field of it for errors: `messages[3].content[1]`.
+
+    Attributes
+    ----------
+    is_optional : bool
+        True: a model that takes no images reads words in its place.  False: the request is rejected.
+    """
+
+    image: Image
+    field: str
+    is_optional: bool = False
+
+    def error(self, error: InvalidRequestError) -> InvalidRequestError:
+        """Return an error of the image with the name of its field."""
+        field = self.field if error.field == "image" else error.field
+        return InvalidRequestError(field, error.value, error.limit)
+
+
+def _png(pixels: NDArray[np.uint8]) -> bytes:
+    """Return pixels as a PNG file, which a server decodes to the same pixels."""
+    height, width = pixels.shape[:2]
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        crc = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, red, green, blue
+    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # each row after its filter: none
+    rows[:, 1:] = pixels.reshape(height, -1)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes(), 1))
+    return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
 
 
 def _check_pixels(pixels: NDArray[Any]) -> None:

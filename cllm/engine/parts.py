@@ -101,7 +101,7 @@ def start_parts(
                 dispatcher.loaded,
                 workers,
                 tokenizer,
-                ImageReader(dispatcher.ask),
+                ImageReader(dispatcher.ask, gate),
             ),
             stream_buffer=config.stream_buffer,
             constraints=backend.constraints(last_vocabulary, workers),

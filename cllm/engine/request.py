@@ -122,6 +122,11 @@ class GenerationRequest:
     tenant: str = ""
     media: tuple[MediaInput, ...] = ()
 
+    @property
+    def n_pixel_bytes(self) -> int:
+        """Bytes of the pixels of its images."""
+        return sum(len(image.pixels) for image in self.media)
+
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:

@@ -12,11 +12,14 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 import cllm
 from cllm import (
+    ClosedError,
     Completion,
     Embedder,
     Engine,
@@ -27,7 +30,9 @@ from cllm import (
     PromptTooLongError,
     SavedGeneration,
 )
-from tests.conftest import QUIET, on_either_loop
+from cllm.engine.image_parts import image_of
+from cllm.testing import FakeEngine
+from tests.conftest import QUIET, examples, on_either_loop
 from tests.engine.test_lifecycle import run_child
 from tests.engine.test_process import send
 from tools import make_model, make_projector
@@ -293,7 +298,10 @@ async def test_images_that_a_chat_cannot_show_are_rejected() -> None:
                 await engine.chat(said(image(1)), **GREEDY)
     async with engine_of("qwen2vl", chat_template=PLAIN) as engine:
         for messages, words in (
-            (said(image(1), role="system"), "only a user's message has images"),
+            (
+                said(image(1), role="system"),
+                "only messages of users and results of tools have images",
+            ),
             (
                 [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}],
                 "a cllm.Image",
@@ -341,7 +349,7 @@ async def test_wrong_images_are_rejected_by_name_and_the_engine_goes_on(tmp_path
         for words, source in wrong.items():
             with pytest.raises(InvalidRequestError, match=words) as caught:
                 await engine.generate(["a", Image(source)], **GREEDY)
-            assert caught.value.field == "image"
+            assert caught.value.field == "prompt[1]"
         with pytest.raises(InvalidRequestError, match="texts and images"):
             await engine.generate(["a", image(1), 5], **GREEDY)
         with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
@@ -419,3 +427,81 @@ async def test_the_projector_beside_the_model_is_found(tmp_path: Path) -> None:
     (tmp_path / "mmproj-F16.gguf").symlink_to(make_projector.ensure("qwen2vl"))
     async with Engine(model, mmproj="auto", n_ctx=512, preflight=False) as engine:
         assert engine.model.modalities == ("text", "image")
+
+
+# --- Memory ------------------------------------------------------------------------------------------
+@pytest.mark.anyio
+async def test_a_request_reads_its_images_when_open_requests_hold_few_pixels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt: list[Any] = ["a", image(1)]
+    monkeypatch.setattr("cllm.engine.loop.images.MAX_OPEN_BYTES", 1)
+    async with FakeEngine(lambda prompt: "b" * 3000, n_ctx=4096, stream_buffer=2) as engine:
+        done: list[str] = []
+
+        async def ask() -> None:
+            done.append((await engine.generate(prompt, max_tokens=2)).text)
+
+        async with anyio.create_task_group() as tasks, engine.stream(prompt) as first:
+            await anext(first)
+            tasks.start_soon(ask)
+            # One without images does not wait, and by then the other does.
+            for _ in range(3):
+                await engine.generate("c", max_tokens=1)
+            assert done == []
+        assert done == ["bb"]
+
+
+@pytest.mark.anyio
+async def test_closing_ends_a_request_that_waits_to_read_its_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt: list[Any] = ["a", image(1)]
+    monkeypatch.setattr("cllm.engine.loop.images.MAX_OPEN_BYTES", 1)
+    errors: list[BaseException] = []
+    async with (
+        anyio.create_task_group() as tasks,
+        FakeEngine(lambda prompt: "b" * 3000, n_ctx=4096, stream_buffer=2) as engine,
+    ):
+
+        async def ask() -> None:
+            try:
+                await engine.generate(prompt, max_tokens=2)
+            except ClosedError as error:
+                errors.append(error)
+
+        first = engine.stream(prompt)
+        await anext(first)
+        tasks.start_soon(ask)
+        for _ in range(3):
+            await engine.generate("c", max_tokens=1)
+    assert len(errors) == 1
+
+
+@pytest.mark.anyio
+async def test_the_images_of_one_prompt_have_a_limited_number_of_pixels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_bytes = pixels(1).nbytes
+    monkeypatch.setattr("cllm.engine.loop.images.MAX_PROMPT_BYTES", 2 * n_bytes)
+    async with FakeEngine(lambda prompt: "b", n_ctx=4096) as engine:
+        prompt: list[Any] = [image(1), image(2)]
+        assert (await engine.generate(prompt)).text == "b"
+        with pytest.raises(
+            InvalidRequestError, match=f"at most {2 * n_bytes // 3} pixels"
+        ) as caught:
+            await engine.generate([*prompt, "a", image(3)])
+        assert caught.value.field == "prompt[3]"
+
+
+@given(height=st.integers(1, 40), width=st.integers(1, 40), seed=st.integers(0, 1 << 16))
+@examples(40)
+def test_pixels_as_a_data_url_are_the_same_pixels(height: int, width: int, seed: int) -> None:
+    drawn = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    url = Image(drawn).data_url()
+    part = image_of({"type": "image_url", "image_url": {"url": url}}, "part")
+    assert part is not None
+    data = part.read()
+    assert isinstance(data, bytes)
+    with Pillow.open(io.BytesIO(data)) as opened:
+        assert np.array_equal(np.asarray(opened.convert("RGB")), drawn)

@@ -326,7 +326,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
             cast(Any, lambda: model),
             workers,
             workers.start("cllm-tokenizer"),
-            ImageReader(cast(Any, None)),
+            ImageReader(cast(Any, None), cast(Any, None)),
         ),
         stream_buffer=64,
         constraints=ConstraintCompiler(

@@ -148,7 +148,7 @@ async def _try(engine: Engine, file: File, found: Findings) -> None:
         outcome = "rejected"
     except (InvalidRequestError, cllm.InvalidArgumentError) as error:
         outcome = "rejected"
-        if error.field != "image":
+        if error.field not in ("image", "prompt[1]"):  # of `Image`, and of a request
             found.wrong.append(f"{file.damage}, {file.format}: {error}")
     except Exception as error:
         outcome = type(error).__name__

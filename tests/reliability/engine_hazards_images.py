@@ -129,7 +129,7 @@ PLAIN.refuse(
     source=pixels(),
 )  # fmt: skip
 TOPIC.refuse(
-    "an image of the system", chat, "only a user's message has images", row=NO_PLACE,
+    "an image of the system", chat, "only messages of users and results of tools have images", row=NO_PLACE,
     part={"type": "image", "image": IMAGE}, role="system",
 )  # fmt: skip
 for value in ("cat.png", None, b"", 5, pixels().tolist()[0]):

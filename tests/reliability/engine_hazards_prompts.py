@@ -284,7 +284,7 @@ for claim, messages, limit in (
     ("content that is a number", [user("a"), user(5)], "messages[1].content is 5, must be text or"),
     ("content that is bytes", [user(b"a")], "messages[0].content is b'a', must be text or a list"),
     ("content that is a mapping", [user({"a": 1})], "messages[0].content is {'a': 1}, must be"),
-    ("content of a picture", [user([{"type": "image_url"}])], "type is 'image_url', must be \"text"),
+    ("content of a picture", [user([{"type": "image_url"}])], "image_url is None, must be a data: URL"),
     ("content of a part that is no text", [user([{"type": "text", "text": 5}])], ".text is 5, must"),
     ("content with a lone surrogate", [user("\ud800")], "is '\\ud800', must be text without lone"),
     ("content nested deep", [user(deep)], "..., must be a mapping"),

@@ -106,7 +106,7 @@ async def one(engine: Engine, number: int, ends: Counter[str]) -> None:
     kind = [*KINDS][index]
     prompt, params = KINDS[kind]
     text = f"{prompt}{turn % N_PROMPTS}"
-    asked = (
+    asked: tuple[Any, dict[str, Any]] = (
         [image(turn % N_PROMPTS), text] if kind == SAMPLED_IMAGE else text,
         params | {"seed": number % ROUND},
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cllm.engine.chat.control_tokens import Piece
-from cllm.engine.image import Image
+from cllm.engine.chat.readable import in_words
+from cllm.engine.image import NamedImage
 from cllm.errors import InvalidRequestError
 
 SHOWN = "<image>"  # an image in a rendered text
@@ -24,16 +25,16 @@ class ImageMarks:
 
     Attributes
     ----------
-    images : list of Image
+    images : list of NamedImage
         In the order of their marks' numbers.
     nonce : str
         Beginning of every mark.
     """
 
-    images: list[Image] = field(default_factory=list)
+    images: list[NamedImage] = field(default_factory=list)
     nonce: str = field(default_factory=lambda: f"image-{secrets.token_hex(16)}-")
 
-    def add(self, image: Image) -> str:
+    def add(self, image: NamedImage) -> str:
         """Return the mark of another image."""
         self.images.append(image)
         return f"{self.nonce}{len(self.images) - 1}-"
@@ -42,58 +43,49 @@ class ImageMarks:
         """Return a rendered text with `<image>` in place of each mark."""
         return self._pattern.sub(SHOWN, text)
 
-    def cut(self, pieces: Iterable[Piece]) -> list[list[Piece] | Image]:
+    def parts_of(self, text: str) -> list[str | NamedImage]:
+        """Return the texts, which are empty or not, and the images of a text by turns."""
+        return [
+            self.images[int(part)] if i % 2 else part
+            for i, part in enumerate(self._pattern.split(text))
+        ]
+
+    def cut(self, pieces: Iterable[Piece], *, takes_images: bool) -> list[list[Piece] | NamedImage]:
         """Return the pieces of a rendered chat, and its images between them.
+
+        Parameters
+        ----------
+        takes_images : bool
+            False: words replace an optional image.
 
         Raises
         ------
         InvalidRequestError
-            The template does not render each image once.
+            The template does not render each image once, or the model takes no images.  An optional image may be
+            rendered any number of times.
         """
-        found: list[list[Piece] | Image] = []
+        found: list[list[Piece] | NamedImage] = []
         run: list[Piece] = []
-        seen: list[int] = []
+        seen: list[NamedImage] = []
         for piece in pieces:
-            # Texts and numbers of images by turns.
-            for i, part in enumerate(self._pattern.split(piece.text)):
-                if i % 2:
-                    found += [run, self.images[int(part)]]
+            for part in self.parts_of(piece.text):
+                if isinstance(part, str):
+                    run += [Piece(part, piece.is_template)] if part else []
+                elif takes_images:
+                    found += [run, part]
                     run = []
-                    seen.append(int(part))
-                elif part:
-                    run.append(Piece(part, piece.is_template))
-        if sorted(seen) != list(range(len(self.images))):
-            limit = "left out: the chat template does not show each image once"
-            raise InvalidRequestError("messages", "an image", limit)
+                    seen.append(part)
+                elif part.is_optional:
+                    run.append(Piece(in_words("image"), is_template=False))
+                else:
+                    limit = "left out: the engine has no projector (mmproj)"
+                    raise InvalidRequestError(part.field, "an image", limit)
+        for image in self.images if takes_images else ():
+            if not image.is_optional and sum(image is one for one in seen) != 1:
+                limit = "left out: the chat template does not show each image once"
+                raise InvalidRequestError(image.field, "an image", limit)
         return [*found, run]
 
     @property
     def _pattern(self) -> re.Pattern[str]:
         return re.compile(rf"{self.nonce}(\d{{1,6}})-")
-
-
-def text_of_parts(parts: Sequence[object], marks: ImageMarks, text_of: Iterable[str]) -> str:
-    """Return a content with images as text: texts one line each, images without lines of their own.
-
-    Parameters
-    ----------
-    text_of : iterable of str
-        The texts of the parts that are not images, in order.
-    """
-    texts, written, follows_text = iter(text_of), "", False
-    for part in parts:
-        image = image_of(part)
-        if image is not None:
-            written += marks.add(image)
-        else:
-            written += ("\n" if follows_text else "") + next(texts)
-        follows_text = image is None
-    return written
-
-
-def image_of(part: object) -> Image | None:
-    """Return the image of a content part `{"type": "image", "image": Image}`; None for another part."""
-    if isinstance(part, dict) and part.get("type") == "image":
-        image = part.get("image")
-        return image if isinstance(image, Image) else None
-    return None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from cllm.checks import MAX_CHAT_BYTES, encode_text
-from cllm.engine.chat.image_marks import ImageMarks, image_of, text_of_parts
-from cllm.engine.chat.readable import TEXTS, parts_as_text, words_of
-from cllm.engine.image import Image
+from cllm.engine import image_parts
+from cllm.engine.chat.image_marks import ImageMarks
+from cllm.engine.chat.readable import TEXTS, text_of, words_of
+from cllm.engine.image import NamedImage
+from cllm.engine.image_parts import image_of
 from cllm.errors import InvalidRequestError, TooMuchTextError
 
 # Many templates write `<|` + role + `|>`: a role that is not in `ROLES` could forge a control token.
@@ -35,7 +38,8 @@ def check_messages(messages: object, marks: ImageMarks | None = None) -> list[di
     Parameters
     ----------
     marks : ImageMarks, optional
-        Takes the images in messages of the user, which become marks in the text.  None: they are rejected.
+        Takes the images of users and of tools, which become marks in the text.  None: those of users are
+        rejected, and words replace those of tools.
 
     Raises
     ------
@@ -211,33 +215,42 @@ def _content(field: str, message: Mapping[str, Any], marks: ImageMarks | None) -
     """Return the content as text; None if an assistant's message has calls or a thought alone."""
     role, content = message["role"], message.get("content")
     if role in RESULTS:
-        return words_of(content)
+        return words_of(content, mark_of=None if marks is None else partial(_mark, field, marks))
     if role == "assistant":
         if content is not None:
             return words_of(content)
         has_others = any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS))
         return None if has_others else ""
     if isinstance(content, Sequence) and not isinstance(content, str | bytes | bytearray):
-        if role == "user" and marks is not None and any(map(image_of, content)):
-            return _content_with_images(field, content, marks)
-        text, wrong = parts_as_text(content)
-        if wrong is not None:
-            raise _wrong_part(f"{field}[{wrong}]", content[wrong])
-        return text
+        return _text_of_parts(field, content, marks if role == "user" else None)
     if not isinstance(content, str):
         raise InvalidRequestError(field, content, "text or a list of text parts")
     return content
 
 
-def _content_with_images(field: str, content: Sequence[object], marks: ImageMarks) -> str:
-    texts = []
+def _text_of_parts(field: str, content: Sequence[object], marks: ImageMarks | None) -> str:
+    """Return a content as text: texts one line each, and marks of images without lines of their own."""
+    written, follows_text = "", False
     for i, part in enumerate(content):
-        if image_of(part) is None:
-            text, wrong = parts_as_text([part])
-            if wrong is not None:
-                raise _wrong_part(f"{field}[{i}]", part)
-            texts.append(text)
-    return text_of_parts(content, marks, texts)
+        name = f"{field}[{i}]"
+        image = None if marks is None else image_of(part, name)
+        if marks is not None and image is not None:
+            written += marks.add(NamedImage(image, name))
+        elif (text := text_of(part)) is not None:
+            written += ("\n" if follows_text else "") + text
+        else:
+            raise _wrong_part(name, part)
+        follows_text = image is None
+    return written
+
+
+def _mark(field: str, marks: ImageMarks, part: object) -> str | None:
+    """Return the mark of a part of a tool's result with an image; None for a part without one that can be read."""
+    try:
+        image = image_of(part, field)
+    except InvalidRequestError:
+        return None
+    return None if image is None else marks.add(NamedImage(image, field, is_optional=True))
 
 
 def _wrong_part(field: str, part: Any) -> InvalidRequestError:
@@ -246,10 +259,9 @@ def _wrong_part(field: str, part: Any) -> InvalidRequestError:
     kind = part.get("type")
     if isinstance(kind, str) and kind in TEXTS:
         return InvalidRequestError(f"{field}.{TEXTS[kind]}", part.get(TEXTS[kind]), "a string")
-    if kind == "image" and "image" in part:
-        is_image = isinstance(part["image"], Image)
-        limit = "left out: only a user's message has images" if is_image else "a cllm.Image"
-        return InvalidRequestError(f"{field}.image", part["image"], limit)
+    if kind in image_parts.TYPES:
+        limit = "left out: only messages of users and results of tools have images"
+        return InvalidRequestError(field, "an image", limit)
     return InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -67,8 +67,16 @@ def _joined(parts: object) -> str | None:
     return None if None in texts else "\n".join(map(str, texts))
 
 
-def words_of(content: object, depth: int = 0) -> str:
-    """Return any content as text.  Words replace a part without text, which is logged once for each kind."""
+def words_of(
+    content: object, depth: int = 0, *, mark_of: Callable[[object], str | None] | None = None
+) -> str:
+    """Return any content as text.  Words replace a part without text, which is logged once for each kind.
+
+    Parameters
+    ----------
+    mark_of : callable, optional
+        Returns the mark of a part with an image, and None for another part.
+    """
     if isinstance(content, str):
         return content
     if content is None:
@@ -76,11 +84,11 @@ def words_of(content: object, depth: int = 0) -> str:
     if depth > MAX_DEPTH:
         return _named("something nested")
     if isinstance(content, Sequence):
-        parts = [words_of(part, depth + 1) for part in content[:MAX_TEXTS]]
+        parts = [words_of(part, depth + 1, mark_of=mark_of) for part in content[:MAX_TEXTS]]
         return "\n".join(parts if len(content) <= MAX_TEXTS else [*parts, "[and more]"])
     if not isinstance(content, Mapping):
         return str(content)
-    text = text_of(content)
+    text = text_of(content) if mark_of is None else mark_of(content) or text_of(content)
     if text is not None:
         return text
     kind = content.get("type")
@@ -96,6 +104,11 @@ def words_of(content: object, depth: int = 0) -> str:
     ):  # the tool's own data, which happens to have a field `type`
         return json.dumps(content, ensure_ascii=False, default=str)
     return _named(WORDS.get(kind, kind[:40]), said)
+
+
+def in_words(kind: str) -> str:
+    """Return the words that replace a part of a type without text."""
+    return _named(WORDS[kind])
 
 
 def _named(kind: str, said: str = "") -> str:

@@ -118,6 +118,7 @@ class Dispatcher:
     def submit(self, channel: Channel) -> None:
         """Send the request of a channel to the thread; its deltas arrive in the channel."""
         self._channels[channel.request_id] = channel
+        self._gate.n_pixel_bytes += channel.request.n_pixel_bytes
         self._inbox.put(AddRequest(channel.request))
 
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
@@ -170,8 +171,9 @@ class Dispatcher:
                 case Progressed(request_id, delta):
                     self._channels[request_id].push(delta)
                 case Finished(request_id):
-                    self._channels.pop(request_id).finish(event)
-                    self._gate.leave()
+                    channel = self._channels.pop(request_id)
+                    channel.finish(event)
+                    self._gate.leave(n_pixel_bytes=channel.request.n_pixel_bytes)
                 case Embedded(request_id, vectors, n_values, error):
                     waiting = self._embeddings.pop(request_id)
                     rows = np.frombuffer(vectors, np.float32).reshape(-1, n_values or 1)
@@ -210,6 +212,7 @@ class Dispatcher:
             reply.set(None, ended)
         self._channels.clear()
         self._embeddings.clear()
+        self._gate.n_pixel_bytes = 0
         self._gate.wake()
         self.answered.set()
         self.stopped.set()

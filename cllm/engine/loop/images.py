@@ -6,23 +6,27 @@ import hashlib
 import json
 import math
 import subprocess
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import anyio.to_thread
 
 from cllm.engine.child_process import child_command, child_environment
 from cllm.engine.core.commands import ImageLayout, LayoutImage
-from cllm.engine.image import Image
-from cllm.engine.image_limits import check_n_bytes
+from cllm.engine.image import Image, NamedImage
+from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.media import MediaInput
 from cllm.engine.media_rows import Spans, chunk_content, row_ids
 from cllm.errors import InvalidRequestError, MissingExtraError
 
 DECODE_S = 20.0
 N_LAYOUTS = 1024  # sizes of images that are remembered
-N_AT_ONCE = 2  # images that are decoded at the same time
+N_AT_ONCE = 2  # requests whose images are decoded at the same time
+MAX_PROMPT_BYTES = 1 << 28  # of pixels, in one prompt
+MAX_OPEN_BYTES = (
+    1 << 30
+)  # of pixels, in open requests, beyond which no further request reads its images
 
 
 class Pixels(NamedTuple):
@@ -55,27 +59,60 @@ class ImageReader:
     ----------
     ask : callable
         Asks the inference thread a question.
+    gate : QueueGate
+        Counts the pixels of open requests.
     """
 
-    def __init__(self, ask: Callable[[LayoutImage], Awaitable[ImageLayout]]) -> None:
+    def __init__(
+        self, ask: Callable[[LayoutImage], Awaitable[ImageLayout]], gate: QueueGate
+    ) -> None:
         self._ask = ask
+        self._gate = gate
         self._layouts: dict[LayoutImage, ImageLayout] = {}
-        self._limiter: anyio.CapacityLimiter | None = None
+        self._turns: anyio.CapacityLimiter | None = None
+        self._threads: anyio.CapacityLimiter | None = None
 
-    async def read(self, image: Image) -> PromptImage:
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until a request may read its images; `N_AT_ONCE` requests read at the same time."""
+        if self._turns is None:
+            self._turns = anyio.CapacityLimiter(N_AT_ONCE)
+        async with self._turns:
+            while self._gate.n_pixel_bytes >= MAX_OPEN_BYTES:
+                await self._gate.wait_left()
+            yield
+
+    async def read(self, named: NamedImage, n_bytes: int = 0) -> PromptImage:
         """Return the rows of an image.
+
+        Parameters
+        ----------
+        n_bytes : int
+            Bytes of the pixels of the images before it in the prompt.
 
         Raises
         ------
         InvalidRequestError
-            The file cannot be read or decoded, or the engine takes no such images.
+            The file cannot be read or decoded, the engine takes no such images, or the prompt has too many
+            pixels; the error names the field.
         """
-        if self._limiter is None:
-            self._limiter = anyio.CapacityLimiter(N_AT_ONCE)
+        try:
+            image = await self._read(named.image)
+        except InvalidRequestError as error:
+            raise named.error(error) from None
+        n_bytes += len(image.media.pixels)
+        if n_bytes > MAX_PROMPT_BYTES:
+            limit = f"at most {MAX_PROMPT_BYTES // 3} pixels in all images of a prompt"
+            raise InvalidRequestError(named.field, f"{n_bytes // 3} pixels", limit)
+        return image
+
+    async def _read(self, image: Image) -> PromptImage:
+        if self._threads is None:  # a cancelled request leaves its turn before its thread has ended
+            self._threads = anyio.CapacityLimiter(N_AT_ONCE)
         decoding = Decoding()
         try:
             pixels = await anyio.to_thread.run_sync(
-                decoding.pixels_of, image, limiter=self._limiter, abandon_on_cancel=True
+                decoding.pixels_of, image, limiter=self._threads, abandon_on_cancel=True
             )
         except BaseException:
             decoding.stop()
@@ -153,19 +190,11 @@ class Decoding:
         MissingExtraError
             Pillow is not installed.
         """
-        source = image.source
-        if isinstance(source, Path):
-            try:
-                check_n_bytes(source.stat().st_size, InvalidRequestError)
-                source = source.read_bytes()
-            except OSError as error:
-                reason = f"a file that can be read: {error.strerror}"
-                raise InvalidRequestError("image", str(source), reason) from None
+        source, name = image.read(), image.shown
         if not isinstance(source, bytes):
             height, width = source.shape[:2]
             return Pixels.of(height, width, source.tobytes())
         command = child_command("cllm.engine.image_child", str(math.ceil(DECODE_S)))
-        name = str(path) if isinstance(path := image.source, Path) else f"{len(source)} bytes"
         with subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -16,8 +16,9 @@ from cllm.checks import check_bool, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import ControlTokens, Piece
+from cllm.engine.chat.readable import in_words
 from cllm.engine.chat.template_abilities import TemplateAbilities
-from cllm.engine.image import Image
+from cllm.engine.image import NamedImage
 from cllm.engine.loop.images import ImageReader
 from cllm.engine.loop.request_call import (
     MixedPrompt,
@@ -104,8 +105,9 @@ class PromptTokenizer:
     async def _with_images(
         self,
         tokens: list[int],
-        parts: Sequence[T | Image],
+        parts: Sequence[T | NamedImage],
         tokenize: Callable[[T], list[int]],
+        words: Callable[[], T] | None = None,
     ) -> tuple[tuple[int, ...], tuple[MediaInput, ...]]:
         """Return `tokens` with those of the parts behind them, and the images among the parts.
 
@@ -113,22 +115,34 @@ class PromptTokenizer:
         ----------
         tokenize : callable
             Returns the tokens of a part that is not an image; called in the worker thread.
+        words : callable, optional
+            Returns a part that replaces an optional image that cannot be read.
 
         Raises
         ------
         PromptTooLongError
             There are too many; no further image is decoded.
+        InvalidRequestError
+            An image cannot be read, or the images have too many pixels together.
         """
-        media, n_ctx = list[MediaInput](), self._model().n_ctx
-        for part in parts:
-            if not isinstance(part, Image):
-                tokens += await self.worker.run(partial(tokenize, part))
-                continue
-            image = await self.images.read(part)
-            tokens += image.tokens
-            media.append(image.media)
-            if len(tokens) > n_ctx:
-                raise PromptTooLongError(len(tokens), n_ctx)
+        media, n_ctx, n_bytes = list[MediaInput](), self._model().n_ctx, 0
+        async with self.images.turn():
+            for part in parts:
+                if not isinstance(part, NamedImage):
+                    tokens += await self.worker.run(partial(tokenize, part))
+                    continue
+                try:
+                    image = await self.images.read(part, n_bytes)
+                except InvalidRequestError:
+                    if words is None or not part.is_optional:
+                        raise
+                    tokens += await self.worker.run(partial(tokenize, words()))
+                    continue
+                tokens += image.tokens
+                media.append(image.media)
+                n_bytes += len(image.media.pixels)
+                if len(tokens) > n_ctx:
+                    raise PromptTooLongError(len(tokens), n_ctx)
         return tuple(tokens), tuple(media)
 
     async def _text_tokens(self, prompt: str, *, parse_special: bool = False) -> tuple[int, ...]:
@@ -255,10 +269,11 @@ class PromptTokenizer:
         chat = self._chat
         if prompt.marks is None:
             return tuple(await self.worker.run(lambda: chat.tokenize(pieces))), ()
-        first, *others = prompt.marks.cut(pieces)
+        takes_images = "image" in self._model().modalities
+        first, *others = prompt.marks.cut(pieces, takes_images=takes_images)
         assert isinstance(first, list)
         tokens = await self.worker.run(partial(chat.tokenize, first))
-        return await self._with_images(tokens, others, chat.tokenize_inside)
+        return await self._with_images(tokens, others, chat.tokenize_inside, _image_in_words)
 
     async def render_chat(self, prompt: ChatPrompt) -> RenderedPrompt:
         """See `Engine.render_chat`."""
@@ -319,3 +334,7 @@ class PromptTokenizer:
             return [vocabulary.piece(token) for token in token_ids]
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
+
+
+def _image_in_words() -> list[Piece]:
+    return [Piece(in_words("image"), is_template=False)]

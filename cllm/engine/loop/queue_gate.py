@@ -20,6 +20,8 @@ class QueueGate:
     Attributes
     ----------
     n_open : int
+    n_pixel_bytes : int
+        Bytes of the pixels of open requests.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class QueueGate:
         self._on_empty: Callable[[], None] | None = None
         self._n_visits = 0
         self.n_open: int = 0
+        self.n_pixel_bytes: int = 0
 
     def enter(self, *, is_known: bool = False) -> None:
         """Take one more request.
@@ -61,8 +64,9 @@ class QueueGate:
             self._since = self._clock()
         self.n_open += 1
 
-    def leave(self, *, is_served: bool = True) -> None:
+    def leave(self, *, is_served: bool = True, n_pixel_bytes: int = 0) -> None:
         """Remove a request; with `is_served=False` it does not count for `retry_after_s`."""
+        self.n_pixel_bytes -= n_pixel_bytes
         if is_served:
             now = self._clock()
             self._gaps.append(now - self._since)

@@ -6,7 +6,7 @@ Each check raises a `RequestError` that names the field, the value and the limit
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
@@ -22,7 +22,7 @@ from cllm.checks import (
 )
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.core.detokenizer import Detokenizer
-from cllm.engine.image import Image
+from cllm.engine.image import Image, NamedImage
 from cllm.engine.lora import check_lora
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
@@ -45,7 +45,17 @@ def new_request_id() -> str:
 class MixedPrompt:
     """Texts and images, in order."""
 
-    parts: tuple[str | Image, ...]
+    parts: tuple[str | NamedImage, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[str | Image]) -> MixedPrompt:
+        """Return a prompt of these parts, with names for the images."""
+        return cls(
+            tuple(
+                part if isinstance(part, str) else NamedImage(part, f"prompt[{i}]")
+                for i, part in enumerate(parts)
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +275,7 @@ def mixed_prompt_of(prompt: object) -> MixedPrompt | None:
         There are images, and something else than texts and images.
     """
     if isinstance(prompt, Image):
-        return MixedPrompt((prompt,))
+        return MixedPrompt((NamedImage(prompt, "prompt"),))
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return None
     if not any(isinstance(part, Image) for part in prompt):
@@ -273,7 +283,7 @@ def mixed_prompt_of(prompt: object) -> MixedPrompt | None:
     for part in prompt:
         if not isinstance(part, str | Image):
             raise InvalidRequestError("prompt", part, "texts and images")
-    return MixedPrompt(tuple(prompt))
+    return MixedPrompt.of(prompt)
 
 
 def token_ids_of(

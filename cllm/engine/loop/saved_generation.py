@@ -232,7 +232,7 @@ def _prompt_of(
         images = (
             Image(np.frombuffer(m.pixels, np.uint8).reshape(m.height, m.width, 3)) for m in media
         )
-        return MixedPrompt(tuple(next(images) if part is None else part for part in plain["parts"]))
+        return MixedPrompt.of(next(images) if part is None else part for part in plain["parts"])
     if "chat" in plain:
         return ChatPrompt(**plain["chat"])
     return plain["text"] if "text" in plain else tuple(plain["token_ids"])

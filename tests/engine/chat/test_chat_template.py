@@ -361,7 +361,7 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     ([{**user(""), "tool_call_id": []}], "messages[0].tool_call_id"),
     ([{**assistant(""), "reasoning_content": 5}], "messages[0].reasoning_content"),
     ([{**assistant(""), "thinking": {}}], "messages[0].thinking"),
-    ([user([{"type": "text", "text": ""}, {"type": "image_url"}])], "messages[0].content[1].type"),
+    ([user([{"type": "text", "text": ""}, {"type": "image_url"}])], "messages[0].content[1]"),
     ([user([{"type": "text", "text": 1}])], "messages[0].content[0].text"),
     ([assistant("", tool_calls="x")], "messages[0].tool_calls"),
     (

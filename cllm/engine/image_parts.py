@@ -1,0 +1,71 @@
+"""Images in parts of messages, as OpenAI's and Anthropic's clients and MCP send them.  Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from cllm.engine.image import Base64Image, Image
+from cllm.errors import InvalidRequestError
+
+# Types of parts whose field `image_url` is a URL, or has one in its field `url`.
+URL_TYPES = ("image_url", "input_image", "computer_screenshot")
+TYPES = ("image", *URL_TYPES)
+DATA_URL = re.compile(r"data:([^,]*),", re.IGNORECASE)
+MAX_HEAD = 256  # characters before the comma of a data: URL
+
+
+def image_of(part: object, field: str) -> Image | None:
+    """Return the image of a part of a content; None for a part of another type.
+
+    Parameters
+    ----------
+    field : str
+        Name of the part in errors.
+
+    Raises
+    ------
+    InvalidRequestError
+        The part has no image, or one at an address: the server fetches those that it may before.
+    """
+    if not isinstance(part, Mapping):
+        return None
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TYPES:
+        return None
+    if kind in URL_TYPES:
+        return _image_at(part.get("image_url"), f"{field}.image_url")
+    if "image" in part:
+        image = part["image"]
+        if not isinstance(image, Image):
+            raise InvalidRequestError(f"{field}.image", image, "a cllm.Image")
+        return image
+    if "source" not in part:  # as results of MCP's tools
+        return _of_base64(part.get("data"), f"{field}.data")
+    source = part["source"]
+    source = source if isinstance(source, Mapping) else {}
+    if source.get("type") == "base64":
+        return _of_base64(source.get("data"), f"{field}.source.data")
+    if source.get("type") == "url":
+        return _image_at(source.get("url"), f"{field}.source.url")
+    raise InvalidRequestError(f"{field}.source.type", source.get("type"), '"base64"')
+
+
+def _image_at(given: object, field: str) -> Image:
+    if isinstance(given, Mapping):
+        given, field = given.get("url"), f"{field}.url"
+    head = DATA_URL.match(given, 0, MAX_HEAD) if isinstance(given, str) else None
+    if head is None or not head[1].lower().endswith(";base64"):
+        shown = given[:80] if isinstance(given, str) else given
+        raise InvalidRequestError(field, shown, "a data: URL with base64 (data:image/png;base64,…)")
+    assert isinstance(given, str)
+    return _of_base64(given[head.end() :], field)
+
+
+def _of_base64(text: object, field: str) -> Image:
+    if not isinstance(text, str):
+        raise InvalidRequestError(field, text, "a file as base64 text")
+    try:
+        return Base64Image(text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(field, error.value, error.limit) from None
