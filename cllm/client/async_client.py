@@ -21,6 +21,9 @@ from cllm.client.events import LOWEST
 from cllm.client.refusals import ServerError
 from cllm.client.replicas import Replicas
 from cllm.engine.chat.chat_prompt import ChatPrompt
+from cllm.engine.chat.image_marks import ImageMarks
+from cllm.engine.chat.message_checks import RESULTS
+from cllm.engine.image import NamedImage
 from cllm.engine.loop.generates import Generates
 from cllm.engine.loop.request_call import MixedPrompt, Prompt, RequestCall, check_prompt
 from cllm.engine.request import Score
@@ -250,15 +253,14 @@ def _several(urls: Sequence[str]) -> list[str]:
 def _prompt_of(call: RequestCall) -> dict[str, Any]:
     """Return the fields of a body with the prompt."""
     prompt = call.prompt
-    if isinstance(prompt, MixedPrompt) or (isinstance(prompt, ChatPrompt) and prompt.marks):
-        raise InvalidRequestError(
-            "prompt", "images", "text or token ids: a server takes no images yet"
-        )
+    if isinstance(prompt, MixedPrompt):
+        parts = [part if isinstance(part, str) else _part_of(part) for part in prompt.parts]
+        return {"prompt": parts, "parse_special": call.parse_special}
     if not isinstance(prompt, ChatPrompt):
         # Always sent: the server's default is True, like llama-server's; that of `Engine` is False.
         return {"prompt": prompt, "parse_special": call.parse_special}
     return {
-        "messages": prompt.messages,
+        "messages": [_message_of(message, prompt.marks) for message in prompt.messages],
         "tools": prompt.tools,
         "tool_choice": prompt.tool_choice,
         "parallel_tool_calls": prompt.parallel_tool_calls,
@@ -268,6 +270,33 @@ def _prompt_of(call: RequestCall) -> dict[str, Any]:
         "reasoning_budget": prompt.reasoning_budget,
         "chat_template_kwargs": dict(prompt.template_kwargs),
     }
+
+
+def _part_of(image: NamedImage) -> dict[str, Any]:
+    try:
+        return {"type": "image_url", "image_url": {"url": image.image.data_url()}}
+    except InvalidRequestError as error:
+        raise image.error(error) from None
+
+
+def _message_of(message: dict[str, Any], marks: ImageMarks | None) -> dict[str, Any]:
+    """Return a message with its images as parts of the content."""
+    content = message.get("content")
+    if marks is None or not isinstance(content, str):
+        return message
+    parts = marks.parts_of(content)
+    if len(parts) == 1:
+        return message
+    told: list[dict[str, Any]] = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, str):
+            told.append(_part_of(part))
+            continue
+        if message["role"] in RESULTS:  # the server puts each part into a line of its own
+            part = part.removeprefix("\n") if i else part
+            part = part.removesuffix("\n") if i < len(parts) - 1 else part
+        told += [{"type": "text", "text": part}] if part else []
+    return {**message, "content": told}
 
 
 def _sampling_of(call: RequestCall) -> dict[str, Any]:

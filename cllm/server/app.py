@@ -130,7 +130,7 @@ def create_app(
     if task is not None:
         app.add_middleware(MountedStart, task=task)
     if is_guarded:
-        add_guards(app, config, lambda: state.n_ctx)
+        add_guards(app, config, state.n_body_bytes_max)
     app.add_middleware(AnswerCounter, metrics=state.metrics)
     app.add_middleware(HeadAsGet)
     known = frozenset(route.path for each in routes for route in each.router.routes)
@@ -152,10 +152,17 @@ def _build(app: FastAPI) -> None:
 
 
 def add_guards(
-    app: FastAPI, config: ServerConfig, n_ctx: Callable[[], int] = lambda: N_CTX_UNKNOWN
+    app: FastAPI, config: ServerConfig, n_bytes_max: Callable[[], int] | None = None
 ) -> None:
-    """Add the middleware that checks requests before the application sees them."""
-    app.add_middleware(Limits, config=config, n_ctx=n_ctx)
+    """Add the middleware that checks requests before the application sees them.
+
+    Parameters
+    ----------
+    n_bytes_max : callable, optional
+        Returns how many bytes a body may have.  None: the model is not known yet.
+    """
+    unknown = config.n_body_bytes_max(N_CTX_UNKNOWN, takes_images=True)
+    app.add_middleware(Limits, config=config, n_bytes_max=n_bytes_max or (lambda: unknown))
     if config.cors_origins:
         # Outside `Limits`: browsers send no key with a preflight, and pages may read rejections.
         app.add_middleware(

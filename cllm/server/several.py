@@ -21,6 +21,7 @@ from cllm.server.http.body import parsed
 from cllm.server.http.limits import HeadAsGet, is_open, route_path, with_known_path
 from cllm.server.http.problems import Problem, answer_problem, problem_of, unavailable
 from cllm.server.model_pool import ModelPool, PooledModel
+from cllm.server.routes.openai import architecture_of
 
 
 def create_models_app(
@@ -164,5 +165,6 @@ def _told(model: PooledModel, started_at: int) -> dict[str, Any]:
         "status": model.status,
     }
     if model.is_loaded:
-        told["max_model_len"] = model.app.state.server.engine.model.n_ctx
+        info = model.app.state.server.engine.model
+        told |= {"max_model_len": info.n_ctx, "architecture": architecture_of(info)}
     return told

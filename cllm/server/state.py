@@ -107,6 +107,11 @@ class ServerState:
         """Context length in tokens; 0 until the model is loaded."""
         return 0 if self.engine is None else self.engine.model.n_ctx
 
+    def n_body_bytes_max(self) -> int:
+        """Return how many bytes a body may have."""
+        takes_images = self.engine is not None and "image" in self.engine.model.modalities
+        return self.config.n_body_bytes_max(self.n_ctx, takes_images=takes_images)
+
     def check_messages(self, n: int, field: str = "messages") -> None:
         """Raise an error if a chat has too many messages.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from typing import Any, cast
 import anyio
 import numpy as np
 import pytest
+from PIL import Image as Pillow
 
 from cllm import (
     ClosedError,
@@ -22,6 +24,7 @@ from cllm import (
     Engine,
     FinishReason,
     GenerationError,
+    Image,
     InvalidArgumentError,
     InvalidRequestError,
     PromptTooLongError,
@@ -37,6 +40,7 @@ from tests.client.cutting_proxy import cutting
 from tests.conftest import QUIET
 from tests.engine.samplings import PROMPTS, SAMPLINGS
 from tests.server.conftest import LONG, Server, running, wait_for
+from tools import make_projector
 
 pytestmark = [
     pytest.mark.anyio,
@@ -584,3 +588,70 @@ async def test_events_are_whole_whatever_is_in_them_and_what_is_none_is_refused(
     delta = delta_of({"text": "", "token_ids": [1], "finish_reason": None, "logprobs": [logprob]})
     assert delta.logprobs is not None
     assert delta.logprobs[0].logprob == -math.inf
+
+
+# --- Images ----------------------------------------------------------------------------------------
+def picture(seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (40, 48, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The embedded model with a projector."""
+    mmproj = str(make_projector.ensure("embedded"))
+    options = ("--deterministic", "--n-ctx", str(N_CTX), "--mmproj", mmproj)
+    with running(tmp_path_factory.mktemp("seeing") / "log", *options) as server:
+        yield server
+
+
+async def test_images_are_sent_to_servers_and_give_what_an_engine_gives(
+    seeing: Server, tmp_path: Path
+) -> None:
+    written = io.BytesIO()
+    Pillow.fromarray(picture(2)).save(written, "PNG")
+    path = tmp_path / "image.png"
+    path.write_bytes(written.getvalue())
+    images = [Image(picture(1)), Image(written.getvalue()), Image(path)]
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+    def parts(image: Image) -> list[dict[str, Any]]:
+        text = {"type": "text", "text": "a"}
+        return [text, {"type": "image", "image": image}, text, text]
+
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    async with (
+        AsyncClient(seeing.url) as client,
+        Engine(
+            deterministic=True, n_ctx=N_CTX, mmproj=make_projector.ensure("embedded"), **QUIET
+        ) as engine,
+    ):
+        for image in images:
+            mine = await client.generate(["a", image, "b"], **options)
+            assert told(mine) == told(await engine.generate(["a", image, "b"], **options))
+            assert mine.usage.n_image_tokens == 64
+            messages: list[dict[str, Any]] = [
+                {"role": "user", "content": parts(image)},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": parts(image)},
+            ]
+            chats = [messages[:1], messages]
+            for chat in chats:
+                mine = await client.chat(chat, **options)
+                assert told(mine) == told(await engine.chat(chat, **options))
+                assert mine.usage.n_image_tokens == 64 * len(chat[::2])
+        with pytest.raises(InvalidRequestError, match="can be read") as caught:
+            await client.generate(["a", Image(tmp_path / "none.png")], **options)
+        assert caught.value.field == "prompt[1]"
+
+
+async def test_a_stream_with_an_image_moves_to_another_server(seeing: Server) -> None:
+    prompt: list[Any] = ["count: ", Image(picture(3))]
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    with cutting(seeing.url) as proxy:
+        proxy.cuts.append(2000)
+        async with AsyncClient(seeing.url) as direct, AsyncClient(proxy.url) as client:
+            expected = await direct.generate(prompt, **options)
+            async with client.stream(prompt, **options) as stream:
+                moved = await stream.completion()
+    assert stream.n_moves >= 1
+    assert moved.token_ids == expected.token_ids

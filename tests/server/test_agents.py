@@ -195,7 +195,7 @@ async def test_a_message_goes_on_from_its_blocks_and_leaves_out_what_changes_eac
         (
             "/v1/messages",
             {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0].data",
         ),
         (
             "/v1/messages",

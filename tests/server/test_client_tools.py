@@ -381,24 +381,6 @@ async def test_blocks_of_a_provider_in_the_history_are_said_in_words(
     assert "So." in prompts[0]
 
 
-@pytest.mark.parametrize(("path", "body", "field"), [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     "messages[0].content[0].type"),
-    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": PICTURE}]}]},
-     "input[0].content[0].type"),
-    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 9},
-     "messages[0].content[0].type"),
-])  # fmt: skip
-async def test_a_picture_in_a_users_message_is_rejected_by_name(
-    path: str, body: dict[str, Any], field: str
-) -> None:
-    async with serving("Hm.") as http:
-        response = await http.post(path, json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
-    assert "image" in response.json()["error"]["message"]
-
-
 BROKEN: list[Any] = [
     "{",
     "[1]",

@@ -86,7 +86,10 @@ class _OpenAIForm(AnswerForm):
             "prompt_tokens": n_prompt,
             "completion_tokens": n_output,
             "total_tokens": n_prompt + n_output,
-            "prompt_tokens_details": {"cached_tokens": sum(usage.n_cached for usage in prompts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(usage.n_cached for usage in prompts),
+                "image_tokens": sum(usage.n_image_tokens for usage in prompts),
+            },
             "completion_tokens_details": {
                 "reasoning_tokens": sum(usage.n_reasoning for usage in outputs),
                 "accepted_prediction_tokens": sum(usage.n_accepted for usage in outputs),

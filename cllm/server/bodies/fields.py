@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from cllm import SamplingOptions, SamplingParams
+from cllm import Image, InvalidRequestError, SamplingOptions, SamplingParams
+from cllm.engine.image_parts import image_of
 from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
     MAX_BIASES,
@@ -21,9 +22,10 @@ from cllm.engine.sampling_params import (
     SAMPLERS,
 )
 from cllm.sampling_limits import FLOAT_RANGES, INTEGER_RANGES, MAX_BREAKERS
-from cllm.server.http.problems import invalid
+from cllm.server.http.problems import invalid, problem_of
 
 MAX_LORAS = 64
+MEDIA_MARKER = "<__media__>"  # where an image is, in a prompt of llama-server
 
 
 def _integral(data: object) -> object:
@@ -55,11 +57,46 @@ def _prompts(data: object) -> object:
     return [_prompt(one) for one in data]
 
 
+def _image(part: object, field: str) -> Image | None:
+    try:
+        return image_of(part, field)
+    except (
+        InvalidRequestError
+    ) as error:  # a ValueError, in which pydantic would name the whole prompt
+        raise problem_of(error) from None
+
+
+def _prompt_with_images(data: object) -> object:
+    """Return one prompt: a text, token ids, or a list of texts and images."""
+    if not isinstance(data, list) or dict not in set(map(type, data)):
+        return _prompt(data)
+    parts: list[object] = []
+    for i, part in enumerate(data):
+        field = f"prompt[{i}]"
+        found = part if isinstance(part, str) else _image(part, field)
+        if found is None:
+            raise invalid(field, "must be a text, or an object with an image")
+        parts.append(found)
+    return parts
+
+
+def _text_with_media(text: object, media: object) -> list[object]:
+    """Return texts and images by turns for a prompt of llama-server with `multimodal_data`."""
+    field = "prompt.multimodal_data"
+    texts = text.split(MEDIA_MARKER) if isinstance(text, str) else [""]
+    if not isinstance(media, list) or len(media) != len(texts) - 1:
+        raise invalid(field, f"must have one file for each {MEDIA_MARKER} of prompt_string")
+    parts: list[object] = [texts[0]]
+    for i, (file, after) in enumerate(zip(media, texts[1:], strict=True)):
+        parts += [_image({"type": "image", "data": file}, f"{field}[{i}]"), after]
+    return parts
+
+
 def _mixed(data: object) -> object:
-    """Return one prompt of llama-server: a text, or a list of token ids and texts."""
+    """Return one prompt of llama-server: a text, or a list of token ids, texts and images."""
     if isinstance(data, Mapping):
         if data.get("multimodal_data"):
-            raise invalid("prompt.multimodal_data", "is not supported yet")
+            return _text_with_media(data.get("prompt_string"), data["multimodal_data"])
         data = data.get("prompt_string")
     if isinstance(data, list) and str in set(map(type, data)):
         return [part if isinstance(part, str) else _tokens([part])[0] for part in data]
@@ -121,6 +158,20 @@ Prompt = Annotated[
     Any,
     BeforeValidator(_prompt),
     WithJsonSchema({"anyOf": [_TEXT, _TOKENS]}),
+]
+_IMAGE = {"type": "object", "properties": {"type": {"type": "string", "enum": ["image_url"]}}}
+PromptWithImages = Annotated[
+    Any,
+    BeforeValidator(_prompt_with_images),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                _TOKENS,
+                {"type": "array", "items": {"anyOf": [_TEXT, _IMAGE]}, "minItems": 1},
+            ]
+        }
+    ),
 ]
 Prompts = Annotated[
     Any,

@@ -24,6 +24,7 @@ from cllm.server.bodies.fields import (
     Objects,
     Prompt,
     Prompts,
+    PromptWithImages,
     ResponseFormat,
     Text,
     Texts,
@@ -212,7 +213,9 @@ CHAT_OPTIONS = ChatOptionFields.model_fields.keys() - _Request.model_fields.keys
 class GenerateFields(ChatOptionFields):
     """`POST /generate`."""
 
-    prompt: Prompt | None = Field(None, description="Text, or token ids", examples=["1+1="])
+    prompt: PromptWithImages | None = Field(
+        None, description="Text, token ids, or texts and images", examples=["1+1="]
+    )
     messages: Messages | None = Field(None, description="A chat, in place of a prompt")
     parse_special: Flag = Field(True, description=PARSE_SPECIAL)
     generated: Tokens = Field((), description="Token ids of the output's beginning, to continue")

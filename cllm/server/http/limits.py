@@ -8,14 +8,17 @@ import re
 import secrets
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.config import ServerConfig, is_loopback
-from cllm.server.http.problems import Problem, overflow
+from cllm.server.http.problems import RETRY_AFTER_S, Problem, overflow
 
+# A body of more than the first number is large; those of open requests have at most the second together.
+SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 29
 STATIC_URL = "/static"
 PAGE_URL = "/page"
 # Documentation is no secret, and a browser cannot send a key with its first request.
@@ -34,13 +37,14 @@ class Limits:
     ----------
     app : ASGIApp
     config : ServerConfig
-    n_ctx : callable
-        Returns the context length in tokens, or 0 while it is unknown, for the limit of the body.
+    n_bytes_max : callable
+        Returns how many bytes a body may have.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, n_ctx: Callable[[], int]) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, n_bytes_max: Callable[[], int]) -> None:
         self._app = app
-        self._n_ctx = n_ctx
+        self._n_bytes_max = n_bytes_max
+        self._n_bytes_large = 0  # of large bodies whose requests are open
         self._config = config
         self._is_loopback = is_loopback(config.host)
         self._key = None if config.api_key is None else config.api_key.encode()
@@ -62,7 +66,11 @@ class Limits:
         except Problem as problem:
             await problem.response(scope, receive, send)
         else:
-            await self._app(scope, self._bounded(receive), send)
+            body = _Body()
+            try:
+                await self._app(scope, self._bounded(receive, body), send)
+            finally:
+                self._n_bytes_large -= body.n_bytes_large
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -94,7 +102,7 @@ class Limits:
             limit = f"the headers have more than {self._config.max_header_bytes} bytes"
             raise Problem(431, limit, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._n_bytes_max:
+        if length.isdecimal() and int(length[:20]) > self._n_bytes_max():
             raise self._too_large()
 
     def _is_own(self, name: str) -> bool:
@@ -117,20 +125,16 @@ class Limits:
 
     def _too_large(self) -> Problem:
         # The client is still sending the body: the connection cannot be used for another request.
-        limit = f"prompt is too long: the body has more than {self._n_bytes_max} bytes"
+        limit = f"prompt is too long: the body has more than {self._n_bytes_max()} bytes"
         return overflow(f"{limit}, see --max-body-bytes", None, status=413)
 
-    @property
-    def _n_bytes_max(self) -> int:
-        return self._config.n_body_bytes_max(self._n_ctx())
-
-    def _bounded(self, receive: Receive) -> Receive:
-        """Return a `receive` that rejects a body that is too large, or too slow."""
-        n_bytes, is_complete = 0, False
+    def _bounded(self, receive: Receive, body: _Body) -> Receive:
+        """Return a `receive` that rejects a body that is too large or too slow, and one of too many large ones."""
+        is_complete = False
         deadline = float("inf")
 
         async def bounded() -> Message:
-            nonlocal n_bytes, is_complete, deadline
+            nonlocal is_complete, deadline
             if deadline == float("inf"):  # starts at the first read: a model may be loaded before
                 deadline = anyio.current_time() + self._config.body_timeout_s
             if is_complete:  # later calls wait until the client disconnects
@@ -141,13 +145,32 @@ class Limits:
             if message is None:
                 limit = f"the body took more than {self._config.body_timeout_s:g} s"
                 raise Problem(408, limit, headers={"Connection": "close"})
-            n_bytes += len(message.get("body", b""))
-            if n_bytes > self._n_bytes_max:
+            body.n_bytes += len(message.get("body", b""))
+            if body.n_bytes > self._n_bytes_max():
                 raise self._too_large()
+            self._count_large(body)
             is_complete = not message.get("more_body", False)
             return message
 
         return bounded
+
+    def _count_large(self, body: _Body) -> None:
+        if body.n_bytes <= SMALL_BYTES:
+            return
+        others = self._n_bytes_large - body.n_bytes_large
+        if others and others + body.n_bytes > LARGE_BYTES:
+            limit = f"the large bodies of open requests have more than {LARGE_BYTES} bytes"
+            headers = {"Connection": "close", "Retry-After": str(RETRY_AFTER_S)}
+            raise Problem(503, limit, headers=headers)
+        self._n_bytes_large, body.n_bytes_large = others + body.n_bytes, body.n_bytes
+
+
+@dataclass(slots=True)
+class _Body:
+    """Bytes of one body so far, and how many of them are counted among those of large bodies."""
+
+    n_bytes: int = 0
+    n_bytes_large: int = 0
 
 
 class HeadAsGet:

@@ -204,6 +204,7 @@ def _account_of(completion: Completion) -> dict[str, Any]:
         "usage": {
             "prompt_tokens": usage.n_prompt,
             "cached_tokens": usage.n_cached,
+            "image_tokens": usage.n_image_tokens,
             "completion_tokens": usage.n_output,
             "reasoning_tokens": usage.n_reasoning,
         },

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
+from cllm.server.bodies.fields import MEDIA_MARKER
 from cllm.server.http.problems import RETRY_AFTER_S
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
@@ -61,7 +62,8 @@ async def props(request: Request) -> dict[str, Any]:
         "total_slots": config.n_seq_max,
         "model_alias": state_of(request).model_name,
         "model_path": model.path,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": "image" in model.modalities, "audio": False},
+        "media_marker": MEDIA_MARKER,
         "chat_template": model.chat_template,
         "bos_token": model.bos_token or "",
         "eos_token": model.eos_token or "",

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from cllm import (
     Completion,
     Engine,
     FinishReason,
+    Image,
     SamplingParams,
     TokenDelta,
     TokenLogprob,
@@ -26,7 +28,7 @@ from cllm.server.answers.chat_call import seeded
 from cllm.server.answers.formats import deadline_of
 from cllm.server.answers.infill import Gap, infill_prompt
 from cllm.server.answers.running import check_in_time
-from cllm.server.bodies.fields import MAX_SEED, NO_LIMIT, SAMPLING_FIELDS
+from cllm.server.bodies.fields import MAX_SEED, MEDIA_MARKER, NO_LIMIT, SAMPLING_FIELDS
 from cllm.server.bodies.schemas import (
     InfillBody,
     LlamaServerCompletionBody,
@@ -43,7 +45,7 @@ from cllm.server.state import ServerState, log_request, request_id_of, state_of
 router: APIRouter = APIRouter(route_class=SafeRoute, tags=["llama-server"])
 logger: logging.Logger = logging.getLogger("cllm.server")
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int | str | Image]
 OTHER_NAMES = {"typical_p": "typ_p"}  # of samplers
 N_INFILL = 128  # tokens that the prompt leaves for the output; fewer for a smaller `n_predict`
 NO_SLOT = -1
@@ -88,17 +90,19 @@ def _others(extra: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return found
 
 
-async def _prompt_of(engine: Engine, given: str | Sequence[int | str]) -> Prompt:
+async def _prompt_of(engine: Engine, given: str | Sequence[int | str | Image]) -> Prompt:
     """Return a prompt for the engine; texts between token ids are tokenized."""
     check_length(engine, given)  # type: ignore[arg-type]  # a text has a token or more
-    if isinstance(given, str) or not any(isinstance(part, str) for part in given):
-        return given  # type: ignore[return-value]
+    if isinstance(given, str) or any(isinstance(part, Image) for part in given):
+        return given
+    if not any(isinstance(part, str) for part in given):
+        return given
     tokens: list[int] = []
     for i, part in enumerate(given):
         if isinstance(part, str):
             tokens += await engine.tokenize(part, add_special=i == 0, parse_special=True)
         else:
-            tokens.append(part)
+            tokens.append(cast(int, part))
     return tokens
 
 
@@ -203,6 +207,14 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
     return answer(state, form, open_streams, observation, request_id, is_streamed=bool(body.stream))
 
 
+async def _shown(engine: Engine, prompt: Sequence[int]) -> str:
+    """Return a prompt as text, with `MEDIA_MARKER` in place of rows of images."""
+    runs = [(is_image, [*run]) for is_image, run in groupby(prompt, lambda token: token < 0)]
+    return "".join(
+        [MEDIA_MARKER if is_image else await engine.detokenize(run) for is_image, run in runs]
+    )
+
+
 def _part(index: int, text: str, delta: TokenDelta, output: Lines) -> dict[str, Any]:
     part: dict[str, Any] = {
         "index": index,
@@ -255,7 +267,7 @@ class OutputForm(AnswerForm):
         """See `AnswerForm`."""
         wanted = self._body.response_fields
         if wanted is None or any(path.split("/")[0] == "prompt" for path in wanted):
-            self._prompts = [await engine.detokenize(one.prompt_token_ids) for one in done]
+            self._prompts = [await _shown(engine, one.prompt_token_ids) for one in done]
 
     def end(self, done: Sequence[Completion]) -> Iterator[Event]:
         """See `AnswerForm`."""

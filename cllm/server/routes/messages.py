@@ -29,8 +29,9 @@ Event = tuple[str, dict[str, Any]]
 # so that prompts share a cached prefix.
 BILLING = "x-anthropic-billing-header"
 SIGNATURE = "cllm"
-# Types of a user's blocks that become text of the message.
-USER_BLOCKS = ("text", "document", "search_result")
+# Types of a user's blocks that become content of the message.
+USER_BLOCKS = ("text", "image", "document", "search_result")
+OPENAI_BLOCKS = ("image_url", "input_image", "computer_screenshot")  # read as well
 
 
 class CountBody(Body):
@@ -192,7 +193,7 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":
                 pass  # it is encrypted: only Anthropic's servers can read it
-            case kind if role == "assistant" or kind in USER_BLOCKS:
+            case kind if role == "assistant" or kind in (*USER_BLOCKS, *OPENAI_BLOCKS):
                 if kind == "text":
                     _text(name, block)
                 parts.append(block)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cllm import Engine, SamplingParams, TokenStream
+from cllm import Engine, ModelInfo, SamplingParams, TokenStream
 from cllm.server.answers.answer import answer
 from cllm.server.answers.chat_call import (
     ChatCall,
@@ -54,6 +54,7 @@ async def models(request: Request) -> dict[str, Any]:
         "created": state.started_at,
         "owned_by": "cllm",
         "max_model_len": info.n_ctx,
+        "architecture": architecture_of(info),
         "meta": {
             "n_params": info.n_params,
             "n_vocab": info.n_vocab,
@@ -74,6 +75,11 @@ async def models(request: Request) -> dict[str, Any]:
         for lora in info.loras
     ]
     return {"object": "list", "data": [model, *adapters]}
+
+
+def architecture_of(info: ModelInfo) -> dict[str, Any]:
+    """Return what a model takes and gives, as llama-server's `/v1/models` does."""
+    return {"input_modalities": [*info.modalities], "output_modalities": ["text"]}
 
 
 @router.get("/models/{model:path}", summary="The model, by its name")
