@@ -73,6 +73,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.sampling_limits",
         ),
     ),
+    ("cllm.server.http.fetching", ("cllm", "cllm.engine.image_parts")),
     (
         "cllm.server.config",
         ("cllm.checks", "cllm.sampling_limits", "cllm.settings"),
@@ -183,6 +184,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.server.engine_task", "anyio starlette trio"),
     ("cllm.testing.fake_rules", "yaml"),
     ("cllm.testing.fake_server", "anyio fastapi starlette"),
+    ("cllm.server.http.public_network", "anyio httpcore"),
     ("cllm.server.operation.tracing", "anyio fastapi opentelemetry starlette"),
     (
         "cllm.server",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from cllm.engine.image import Base64Image, Image
 from cllm.errors import InvalidRequestError
@@ -12,7 +13,27 @@ from cllm.errors import InvalidRequestError
 URL_TYPES = ("image_url", "input_image", "computer_screenshot")
 TYPES = ("image", *URL_TYPES)
 DATA_URL = re.compile(r"data:([^,]*),", re.IGNORECASE)
+ADDRESS = re.compile(r"\s*https?:", re.IGNORECASE)
 MAX_HEAD = 256  # characters before the comma of a data: URL
+
+
+class Address(NamedTuple):
+    """Where an image is, and the field that says so."""
+
+    url: str
+    field: str
+
+
+def address_of(part: object, field: str) -> Address | None:
+    """Return the http: or https: address of the image of a part; None for a part without one."""
+    if not isinstance(part, Mapping) or part.get("type") not in TYPES:
+        return None
+    name = "source" if part["type"] == "image" else "image_url"
+    given, field = part.get(name), f"{field}.{name}"
+    if isinstance(given, Mapping):
+        given, field = given.get("url"), f"{field}.url"
+    is_address = isinstance(given, str) and ADDRESS.match(given)
+    return Address(str(given), field) if is_address else None
 
 
 def image_of(part: object, field: str) -> Image | None:
@@ -26,7 +47,7 @@ def image_of(part: object, field: str) -> Image | None:
     Raises
     ------
     InvalidRequestError
-        The part has no image, or one at an address: the server fetches those that it may before.
+        The part has no image, or has the address of one: the server fetches it before, if it may.
     """
     if not isinstance(part, Mapping):
         return None

@@ -34,6 +34,9 @@ class ServerConfig:
         Key that clients send as a bearer token.  `/health` and `/docs` need none.
     model_name : str, optional
         Name of the model for clients; by default that of the file.
+    image_hosts : tuple of str
+        A host from which images at http: and https: addresses are fetched; "*": any public one.  May be
+        repeated.  Without it, images are taken as data: URLs alone.
     allowed_hosts : tuple of str
         A host name that requests may be for besides this machine's own; "*": any.
     cors_origins : tuple of str
@@ -88,6 +91,7 @@ class ServerConfig:
     port: int = setting(18081, integer(0, 65535))
     api_key: str | None = setting(None, nonblank, is_secret=True)
     model_name: str | None = setting(None, nonblank, "--model-name -a --alias")
+    image_hosts: tuple[str, ...] = setting((), _host_names, "--image-host")
     allowed_hosts: tuple[str, ...] = setting((), _host_names, "--allowed-host")
     cors_origins: tuple[str, ...] = setting((), texts, "--cors-origin")
     page: bool = setting(True, boolean)

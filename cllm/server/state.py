@@ -15,6 +15,7 @@ from starlette.requests import Request
 from cllm import Engine, SamplingParams
 from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
+from cllm.server.http.fetching import ImageFetcher, Network
 from cllm.server.http.problems import shutting_down, too_many_messages, unavailable
 from cllm.server.operation.latest_frame import LatestFrame
 from cllm.server.operation.metrics import Metrics
@@ -61,6 +62,7 @@ class ServerState:
         self.stopping: anyio.Event = anyio.Event()
         self.live: LatestFrame = LatestFrame()
         # `/tokenize` and `/detokenize`: two requests at once, so that prompts do not wait for them.
+        self.fetcher: ImageFetcher = ImageFetcher(self.config.image_hosts, _public_network)
         self.tokenizing: anyio.CapacityLimiter = anyio.CapacityLimiter(2)
 
     @contextmanager
@@ -168,3 +170,9 @@ def log_request(state: ServerState, request_id: str, prompt: object) -> None:
     """Log a prompt with the id of its request, if `log_prompts` is set."""
     if state.config.log_prompts:
         logger.info("request %s: %r", request_id, prompt)
+
+
+def _public_network() -> Network:
+    from cllm.server.http.public_network import PublicNetwork  # takes a tenth of a second
+
+    return PublicNetwork()

@@ -25,6 +25,7 @@ from cllm.server.answers.client_tools import ClientTools
 from cllm.server.answers.running import Observation
 from cllm.server.bodies.fields import MAX_SEED
 from cllm.server.bodies.schemas import ChatOptionFields
+from cllm.server.http.fetching import ImageFetcher
 from cllm.server.http.problems import Problem, problem_of
 from cllm.server.state import ServerState
 
@@ -55,6 +56,13 @@ class ChatCall:
     params: SamplingParams
     scheduling: Mapping[str, Any] = field(default_factory=dict)
     fields: Sequence[str] = ()
+
+    async def with_images(self, fetcher: ImageFetcher) -> ChatCall:
+        """Return the call with the images at addresses that its messages name; see `ImageFetcher`."""
+        try:
+            return replace(self, messages=await fetcher.with_images(self.messages))
+        except InvalidRequestError as error:
+            raise self.problem_of(error) from None
 
     def problem_of(self, error: Exception) -> Problem:
         """Return the error response for an exception, with the field names that the client knows."""

@@ -50,6 +50,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     params = sampling_of(body, engine.sampling_defaults)
     check_logprobs(state, params)
     options = await hinted(engine, chat_options(body))
+    if body.messages is not None:
+        body.messages = await state.fetcher.with_images(body.messages)
     open_streams = _streams_of(state, body, params, options)
     if body.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "is for answers that are not streamed")

@@ -81,6 +81,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         inner = {"type": form.get("type"), "json_schema": form}
         changes |= constraint_of(inner, "output_config.format")
     call = await chat_call_of(engine, body, sampling_of(body, engine.sampling_defaults, **changes))
+    call = await call.with_images(state.fetcher)
     message = MessageForm(request_id, state.model_name)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, message, observation, request_id, is_streamed=bool(body.stream))
@@ -89,8 +90,10 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 @router.post("/messages/count_tokens", summary="How many tokens messages have")
 async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
     """Return the number of tokens of the prompt that the messages become."""
-    engine = state_of(request).serving
+    state = state_of(request)
+    engine = state.serving
     call = await chat_call_of(engine, body, sampling_of(body, {}))
+    call = await call.with_images(state.fetcher)
     rendered = await engine.render_chat(call.messages, **call.options)
     return {"input_tokens": len(rendered.token_ids)}
 

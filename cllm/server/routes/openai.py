@@ -161,6 +161,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
             "lora": loras_of(engine, body.lora, body.model),
         },
     )
+    call = await call.with_images(state.fetcher)
     log_request(state, request_id, body.messages)
     form = ChatCompletionForm(
         request_id, state.served, tools, n_choices=n, wants_usage=_wants_usage(body)
@@ -174,8 +175,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 @router.post("/chat/completions/input_tokens", summary="How many tokens a chat has")
 async def chat_input_tokens(body: ChatBody, request: Request) -> dict[str, Any]:
     """Return the number of tokens of the prompt that the chat becomes."""
-    messages = messages_of(body.messages)
-    engine = state_of(request).serving
+    state = state_of(request)
+    engine = state.serving
+    messages = await state.fetcher.with_images(messages_of(body.messages))
     rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 

@@ -97,6 +97,7 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
         options=await hinted(engine, call.options),
         scheduling={**body.turn, "lora": loras_of(engine, None, body.model)},
     )
+    call = await call.with_images(state.fetcher)
     form = ResponseForm(request_id, state.model_name, body)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, form, observation, request_id, is_streamed=bool(body.stream))
@@ -105,8 +106,9 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 @router.post("/responses/input_tokens", summary="How many tokens an input has")
 async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
     """Return the number of tokens of the prompt that the input becomes."""
-    engine = state_of(request).serving
-    call = chat_call_of(body, engine.sampling_defaults)
+    state = state_of(request)
+    engine = state.serving
+    call = await chat_call_of(body, engine.sampling_defaults).with_images(state.fetcher)
     rendered = await engine.render_chat(call.messages, **await hinted(engine, call.options))
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 

@@ -115,8 +115,9 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 @router.post("/apply-template", summary="A chat to the text of its prompt")
 async def apply_template(body: ChatBody, request: Request) -> dict[str, str]:
     """Return the prompt that the chat template makes of messages, without an answer."""
-    engine = state_of(request).serving
-    messages = messages_of(body.messages)
+    state = state_of(request)
+    engine = state.serving
+    messages = await state.fetcher.with_images(messages_of(body.messages))
     rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
     return {"prompt": rendered.text}
 
