@@ -99,10 +99,13 @@ def test_commands_on_pages_have_the_options_that_they_use() -> None:
         assert used <= {*options, "--help"}, (page, line, used - options)
 
 
+PAGES_WITH_TESTS = ("testing.md", "testing-reference.md", "vision.md")
+
+
 def programs_with_tests() -> list[str]:
-    """The programs of the page about testing that have tests, each with what continues it."""
+    """The programs of the pages that have tests, each with what continues it."""
     programs: list[str] = []
-    pages = [(ROOT / "docs" / name).read_text() for name in ("testing.md", "testing-reference.md")]
+    pages = [(ROOT / "docs" / name).read_text() for name in PAGES_WITH_TESTS]
     for continues, block in BLOCK_OR_CONTINUED.findall("\n".join(pages)):
         programs.append(f"{programs.pop()}\n{block}" if continues else block)
     return [program for program in programs if "def test_" in program]
@@ -118,4 +121,4 @@ def test_the_tests_of_the_page_about_testing_pass(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     # The test client of starlette may warn of the version of httpx.
-    assert re.search(r"^17 passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^20 passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout

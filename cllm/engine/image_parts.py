@@ -18,7 +18,7 @@ MAX_HEAD = 256  # characters before the comma of a data: URL
 
 
 class Address(NamedTuple):
-    """Where an image is, and the field that says so."""
+    """Address of an image, and the field that has it."""
 
     url: str
     field: str

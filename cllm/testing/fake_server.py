@@ -18,6 +18,8 @@ import anyio
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cllm.engine import image_parts
+from cllm.engine.chat.image_marks import SHOWN
 from cllm.engine.config import EngineConfig
 from cllm.errors import EngineFailedError
 from cllm.server.app import create_app
@@ -120,6 +122,8 @@ def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
         question, role = _last_of(messages[-1])
         return [question], role, n_answers
     prompt = body.get("prompt", "")
+    if isinstance(prompt, list) and any(isinstance(part, Mapping) for part in prompt):
+        return [_text_of(prompt)], "user", n_answers  # texts and images
     prompts = prompt if isinstance(prompt, list) else [prompt]
     return [each if isinstance(each, str) else "" for each in prompts] or [""], "user", n_answers
 
@@ -127,7 +131,7 @@ def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
 def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
     """Return the text and the role of a message, in any of the three kinds of API."""
     if message.get("type") == "function_call_output":
-        return str(message.get("output", "")), "tool"
+        return _text_of(message.get("output", "")), "tool"
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or "", str(message.get("role", "user"))
@@ -138,10 +142,14 @@ def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _text_of(content: Any) -> str:
+    """Return the text of a content, with `<image>` in place of each image."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+    if isinstance(content, list):
+        return "".join(map(_text_of, content))
+    if not isinstance(content, Mapping):
+        return ""
+    return SHOWN if content.get("type") in image_parts.TYPES else str(content.get("text", ""))
 
 
 async def _read(receive: Receive) -> bytes:

@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 
 class Network(Protocol):
-    """What asks hosts; see `PublicNetwork`."""
+    """A network that asks hosts; see `PublicNetwork`."""
 
     async def get(self, url: str, n_bytes_max: int) -> Answer: ...
 
