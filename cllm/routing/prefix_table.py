@@ -128,7 +128,23 @@ def prompt_bytes(body: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: object) -> bytes:
-    return json.dumps(value, default=str).encode("utf-8", "replace") if value else b""
+    return json.dumps(_keyed(value), default=str).encode("utf-8", "replace") if value else b""
+
+
+def _keyed(value: object) -> object:
+    """Return a value with a digest in place of the file of each image, which may have megabytes."""
+    if isinstance(value, list | tuple):
+        return [_keyed(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _file_key(name, item) or _keyed(item) for name, item in value.items()}
+
+
+def _file_key(name: object, value: object) -> str | None:
+    """Return a digest of a field with the file of an image as text; None for another field."""
+    if not isinstance(value, str) or not (name == "data" or value[:5].lower() == "data:"):
+        return None
+    return hashlib.blake2b(value.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
 def raw_prompt(body: bytes) -> bytes:

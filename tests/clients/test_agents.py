@@ -23,6 +23,7 @@ from tools.real_model import MODEL
 AGENTS = Path(sys.prefix) / "agents" / "node_modules" / ".bin"
 TASK = "Do what I have said."
 DONE = "That is all."
+IMAGE = "<image>"  # in a prompt, in the place of an image that the model sees
 SUMMARY = "Some things were done."
 # The beginnings of what asks for a summary: of the Codex CLI, Claude Code and opencode.
 COMPACTIONS = (
@@ -183,12 +184,22 @@ def test_codex_runs_a_command_and_reads_what_it_prints(serve: Serve) -> None:
     assert "finished" in result_of(script)
 
 
-def test_codex_calls_a_tool_of_a_namespace_and_its_image_becomes_words(serve: Serve) -> None:
+def test_codex_calls_a_tool_of_a_namespace_whose_image_is_seen(serve: Serve) -> None:
     script = Script(calling("mcp__pictures__picture", city="Oslo"))
     assert serve(script).codex(TASK).strip() == DONE
     assert "This is Oslo." in result_of(script)
-    assert "image" in result_of(script)
+    assert IMAGE in result_of(script)
     assert PIXEL not in script.prompts[-1]
+
+
+def test_codex_views_a_picture_and_sends_one_of_its_user(serve: Serve) -> None:
+    script = Script()
+    agent = serve(script)
+    picture = agent.place / "picture.png"
+    picture.write_bytes(base64.b64decode(PIXEL))
+    script.steps = [calling("view_image", path=str(picture))]
+    assert agent.codex(TASK, "--image", str(picture), "--").strip() == DONE
+    assert [prompt.count(IMAGE) for prompt in script.prompts] == [1, 2]
 
 
 def test_codex_applies_a_patch_that_is_the_text_of_a_custom_tool(serve: Serve) -> None:
@@ -225,7 +236,7 @@ def test_claude_code_runs_a_command_and_reads_what_it_prints(serve: Serve) -> No
     assert "finished" in result_of(script)
 
 
-def test_claude_code_reads_an_image_that_becomes_words(serve: Serve) -> None:
+def test_claude_code_reads_a_picture_that_is_seen(serve: Serve) -> None:
     script = Script()
     agent = serve(script)
     picture = agent.place / "picture.png"
@@ -236,7 +247,7 @@ def test_claude_code_reads_an_image_that_becomes_words(serve: Serve) -> None:
     ]
     assert agent.claude(TASK).strip() == DONE
     assert "This is Oslo." in result_of(script)
-    assert script.prompts[-1].count("image") > script.prompts[0].count("image")
+    assert [prompt.count(IMAGE) for prompt in script.prompts] == [0, 1, 2]
     assert PIXEL not in script.prompts[-1]
 
 
@@ -254,10 +265,11 @@ def test_opencode_runs_a_command_and_reads_what_it_prints(serve: Serve) -> None:
     assert "finished" in result_of(script)
 
 
-def test_opencode_calls_a_tool_whose_image_becomes_words(serve: Serve) -> None:
+def test_opencode_calls_a_tool_whose_image_is_seen(serve: Serve) -> None:
     script = Script(calling("pictures_picture", city="Oslo"))
     assert DONE in serve(script).opencode(TASK)
     assert "This is Oslo." in result_of(script)
+    assert IMAGE in script.prompts[-1]
     assert PIXEL not in script.prompts[-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from typing import Any
 
@@ -22,12 +23,14 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent
+from pydantic_ai import Agent, BinaryContent
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.models.openai import OpenAIResponsesModel as ResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.clients.agents.mcp_server import PIXEL
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "The weather of a city", "parameters": SCHEMA}
@@ -218,3 +221,70 @@ def test_litellm_gives_calls(stream: bool, base_url: str) -> None:
         answer = litellm.stream_chunk_builder(list(answer))
     (call,) = answer.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+# --- Images -------------------------------------------------------------------------------------
+PICTURE = base64.b64decode(PIXEL)
+URL = f"data:image/png;base64,{PIXEL}"
+
+
+def test_openai_sends_images_in_chats_and_responses(client: openai.OpenAI) -> None:
+    part: Any = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
+    text: Any = {"type": "text", "text": "What is this?"}
+    said: Any = {"role": "user", "content": [text, part, part]}
+    chat = client.chat.completions.create(model="m", messages=[said])
+    assert chat.choices[0].message.content == "I see 2."
+    shown: Any = {"type": "input_image", "image_url": URL, "detail": "auto"}
+    turn: Any = {"role": "user", "content": [{"type": "input_text", "text": "This?"}, shown]}
+    assert client.responses.create(model="m", input=[turn]).output_text == "I see 1."
+    count = client.responses.input_tokens.count(model="m", input=[turn])
+    assert count.input_tokens > 5
+
+
+def test_anthropic_sends_images_and_results_with_images(base_url: str) -> None:
+    source: Any = {"type": "base64", "media_type": "image/png", "data": PIXEL}
+    block: Any = {"type": "image", "source": source}
+    used: Any = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    result: Any = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    with anthropic.Anthropic(base_url=base_url, api_key="none") as client:
+        messages: Any = [
+            {"role": "user", "content": [{"type": "text", "text": "Look."}, block]},
+            {"role": "assistant", "content": [used]},
+            {"role": "user", "content": [result]},
+        ]
+        done = client.messages.create(model="m", max_tokens=50, messages=messages)
+        assert done.content[0].type == "text"
+        assert done.content[0].text == "I see 2."
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses", "anthropic"])
+def test_pydantic_ai_sends_binary_content(kind: str, base_url: str) -> None:
+    openai_provider = OpenAIProvider(base_url=f"{base_url}/v1", api_key="none")
+    model: Any = {
+        "chat": lambda: OpenAIChatModel("m", provider=openai_provider),
+        "responses": lambda: ResponsesModel("m", provider=openai_provider),
+        "anthropic": lambda: AnthropicModel(
+            "m", provider=AnthropicProvider(base_url=base_url, api_key="none")
+        ),
+    }[kind]()
+    prompt = ["What is this?", BinaryContent(data=PICTURE, media_type="image/png")]
+    assert asyncio.run(Agent(model).run(prompt)).output == "I see 1."
+
+
+def test_langchain_and_litellm_send_images(base_url: str) -> None:
+    chat = ChatOpenAI(model="m", base_url=f"{base_url}/v1", api_key="none")
+    parts: list[Any] = [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image", "source_type": "base64", "data": PIXEL, "mime_type": "image/png"},
+    ]
+    assert chat.invoke([HumanMessage(parts)]).text == "I see 1."
+    url: Any = {"type": "image_url", "image_url": {"url": URL}}
+    for model in ("openai/m", "anthropic/m"):
+        done = litellm.completion(
+            model=model,
+            messages=[{"role": "user", "content": [parts[0], url]}],
+            api_base=f"{base_url}/v1" if model.startswith("openai") else base_url,
+            api_key="none",
+            max_tokens=50,
+        )
+        assert done.choices[0].message.content == "I see 1."

@@ -156,3 +156,32 @@ def test_a_body_that_is_not_read_shows_its_beginning_whole_or_cut_off(
 @pytest.mark.parametrize("body", [b"", b"{}", b"not json", b'{"seed": 1}'])
 def test_a_body_without_a_prompt_shows_nothing(body: bytes) -> None:
     assert raw_prompt(body) == b""
+
+
+def shown(data: str, text: str, kind: str) -> dict[str, Any]:
+    """A chat about an image, in the form of OpenAI or of Anthropic."""
+    part: dict[str, Any] = {"type": "image", "source": {"type": "base64", "data": data}}
+    if kind == "openai":
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {"messages": [{"role": "user", "content": [part, {"type": "text", "text": text}]}]}
+
+
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+def test_prompts_about_one_large_image_share_its_key_and_not_what_differs_behind_it(
+    kind: str,
+) -> None:
+    large = "A" * (BLOCK * N_BLOCKS_MAX * 2)
+    first, again, longer, other = (
+        keys_of(prompt_bytes(shown(data, text, kind)))
+        for data, text in (
+            (large, "x" * 900),
+            (large, "x" * 900),
+            (large, "x" * 300 + "y" * 600),
+            (large + "B", "x" * 900),
+        )
+    )
+    assert first == again
+    assert first[0] == longer[0]
+    assert first[-1] != longer[-1]
+    assert first[0] != other[0]
+    assert len(first) < 8

@@ -13,6 +13,8 @@ import anyio
 import httpx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image as Pillow
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +25,7 @@ from cllm.server import ServerConfig
 from cllm.server.http import limits
 from cllm.server.http.problems import Problem
 from cllm.testing import FakeEngine
-from tests.conftest import QUIET
+from tests.conftest import QUIET, examples
 from tests.server.conftest import client_of
 from tools import make_projector
 
@@ -318,3 +320,68 @@ async def test_the_pixels_of_one_prompt_are_limited(monkeypatch: pytest.MonkeyPa
         response = await http.post("/v1/chat/completions", json=asking("", parts))
         assert response.json()["error"]["param"] == "messages[0].content[2]"
         assert "5760 pixels" in response.json()["error"]["message"]
+
+
+# --- Anything ---------------------------------------------------------------------------------------
+NAMES = (
+    "image_url",
+    "image",
+    "source",
+    "data",
+    "url",
+    "detail",
+    "media_type",
+    "mimeType",
+    "file_id",
+    "text",
+)
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20) | st.sampled_from([URL, PNG, BROKEN, "data:", "http://127.0.0.1/", "type", "base64", "url"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(("type", *NAMES)), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+TYPES = (
+    "image",
+    "image_url",
+    "input_image",
+    "computer_screenshot",
+    "text",
+    "input_audio",
+    "file",
+    "",
+)
+MEDIA = st.one_of(
+    st.sampled_from([*PARTS.values()]),
+    st.dictionaries(st.sampled_from(NAMES), JUNK, max_size=3).flatmap(
+        lambda fields: st.sampled_from(TYPES).map(lambda kind: {**fields, "type": kind})
+    ),
+    JUNK,
+)
+
+
+@pytest.mark.full
+@given(parts=st.lists(MEDIA, min_size=8, max_size=8))
+@examples(16)
+def test_any_media_part_is_answered_or_rejected_and_never_a_fault_of_the_server(
+    parts: list[Any],
+) -> None:
+    async def ask() -> None:
+        async with serving() as (engine, http), engine.stream("a", max_tokens=3) as other:
+            for part in parts:
+                for path in PATHS:
+                    response = await http.post(path, json=asking(path, [part]))
+                    assert response.status_code in (200, 400), (part, response.text)
+                    response = await http.post(path, json=with_result(path, [part, "a"]))
+                    assert response.status_code in (200, 400), (part, response.text)
+                for path, prompt in (
+                    ("/generate", ["a", part]),
+                    ("/completion", {"prompt_string": "a<__media__>", "multimodal_data": [part]}),
+                    ("/completion", part),
+                ):
+                    response = await http.post(path, json={"prompt": prompt, **GREEDY})
+                    assert response.status_code in (200, 400), (part, response.text)
+            assert (await other.completion()).text == "I s"
+
+    anyio.run(ask)
