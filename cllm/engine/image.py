@@ -95,28 +95,39 @@ class Image:
 class Base64Image(Image):
     """The file of an image as base64 text, as in a `data:` URL; `read` decodes it.
 
+    Parameters
+    ----------
+    text : str
+        Kept without a copy.
+    start : int
+        Index in `text` at which the base64 text begins.
+
     Raises
     ------
     InvalidRequestError
         The text is too long.
     """
 
-    __slots__ = ("_text",)
+    __slots__ = ("_start", "_text")
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        check_n_bytes(3 * len(text) // 4, InvalidRequestError)
+    def __init__(self, text: str, start: int = 0) -> None:
+        self._text, self._start = text, start
+        check_n_bytes(self._n_bytes, InvalidRequestError)
+
+    @property
+    def _n_bytes(self) -> int:
+        return 3 * (len(self._text) - self._start) // 4
 
     @property
     def shown(self) -> str:
         """See `Image`."""
-        return f"{3 * len(self._text) // 4} bytes"
+        return f"{self._n_bytes} bytes"
 
     def read(self) -> bytes:
         """See `Image`."""
         try:
             # Spaces and line breaks may be between the characters, and "=" at the end is often missing.
-            data = binascii.a2b_base64(f"{self._text}==")
+            data = binascii.a2b_base64(f"{self._text[self._start :]}==")
         except ValueError as error:
             limit = f"a file as base64 text ({error})"
             raise InvalidRequestError("image", self.shown, limit) from None

@@ -80,13 +80,13 @@ def _image_at(given: object, field: str) -> Image:
         shown = given[:80] if isinstance(given, str) else given
         raise InvalidRequestError(field, shown, "a data: URL with base64 (data:image/png;base64,…)")
     assert isinstance(given, str)
-    return _of_base64(given[head.end() :], field)
+    return _of_base64(given, field, head.end())
 
 
-def _of_base64(text: object, field: str) -> Image:
+def _of_base64(text: object, field: str, start: int = 0) -> Image:
     if not isinstance(text, str):
         raise InvalidRequestError(field, text, "a file as base64 text")
     try:
-        return Base64Image(text)
+        return Base64Image(text, start)
     except InvalidRequestError as error:
         raise InvalidRequestError(field, error.value, error.limit) from None

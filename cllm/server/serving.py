@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import signal
 import socket
@@ -28,6 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # seconds later, as it cuts answers off.
 MARGIN_S = 5
 BACKLOG = 1024
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Server(uvicorn.Server):
@@ -99,6 +101,15 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def return_large_blocks() -> None:
+    """Make glibc return each freed block of 1 MiB or more to the system; do nothing with another C library.
+
+    Otherwise it keeps such blocks after the first has been freed: bodies with images, and their pixels.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+
 def serve(
     engine: EngineConfig,
     config: ServerConfig,
@@ -129,6 +140,7 @@ def serve(
     app = make_app(engine, config, on_failed=on_failed)
     server = Server(app, config)
     server.heard = heard
+    return_large_blocks()
     # Imported objects live to the end; collecting garbage among them would stop streams for 0.06 s.
     gc.freeze()
     server.run(sockets=[listener])

@@ -139,7 +139,8 @@ class Agent:
     def opencode(self, task: str, *options: str, n_ctx: int = N_CTX, status: int = 0) -> str:
         """Return what opencode has said."""
         limits = {"context": n_ctx, "output": self.n_answer_max}
-        model = {"name": "cllm", "reasoning": True, "limit": limits}
+        modalities = {"input": ["text", "image"], "output": ["text"]}
+        model = {"name": "cllm", "reasoning": True, "limit": limits, "modalities": modalities}
         provider = {
             "npm": "@ai-sdk/openai-compatible", "models": {"cllm": model},
             "options": {"baseURL": f"{self.url}/v1", "apiKey": "none"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -13,7 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+
+from cllm import Image
 
 playwright = pytest.importorskip(
     "playwright.sync_api",
@@ -331,3 +335,87 @@ def test_of_several_models_the_one_is_asked_that_was_chosen(page: Page, base_url
         say(page, "Hi")
     assert asked.value.post_data_json["model"] == "large"
     expect(page.locator(".facts")).not_to_be_empty()
+
+
+# --- Pictures ---------------------------------------------------------------------------------------
+DATA_TRANSFER = """async ([name, type, base64]) => {
+    const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([bytes], name, { type }));
+    return transfer;
+}"""
+
+
+PASTE = """(box, clipboardData) =>
+    box.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }))"""
+
+
+def a_file(page: Page, data: bytes, name: str = "picture.png", kind: str = "image/png") -> Any:
+    """A file as the clipboard or the mouse carries it."""
+    return page.evaluate_handle(DATA_TRANSFER, [name, kind, base64.b64encode(data).decode()])
+
+
+def picture(side: int) -> bytes:
+    """A PNG file of a red square."""
+    url = Image(np.full((side, side, 3), (200, 30, 30), np.uint8)).data_url()
+    return base64.b64decode(url.partition(",")[2])
+
+
+def test_pictures_come_by_button_paste_and_drop_and_are_seen(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    small, large = picture(40), picture(3000)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Add a picture").click()
+    chooser.value.set_files({"name": "a.png", "mimeType": "image/png", "buffer": small})
+    waiting = page.get_by_role("list", name="Pictures of the message").get_by_role("img")
+    expect(waiting).to_have_count(1)
+    page.locator("#prompt").evaluate(PASTE, a_file(page, small))
+    expect(waiting).to_have_count(2)
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, large)})
+    expect(waiting).to_have_count(3)
+    page.get_by_role("button", name="Remove picture 1").click()
+    expect(waiting).to_have_count(2)
+    say(page, "What is this?")
+    expect(page.locator(".message.assistant .variant > p").first).to_have_text("I see 2.")
+    expect(waiting).to_have_count(0)
+    shown = page.locator(".message.user img")
+    expect(shown).to_have_count(2)
+    sides = shown.evaluate_all("images => images.map((image) => image.naturalWidth)")
+    assert sides == [40, 1536]
+    page.reload()
+    expect(page.locator(".message.user img")).to_have_count(2)
+    page.get_by_role("button", name="Edit").click()
+    expect(waiting).to_have_count(2)
+    say(page, "")
+    expect(page.locator(".message.assistant .variant > p").first).to_have_text("I see 2.")
+    expect(page.locator("#chats li button").first).to_have_text("A picture")
+
+
+def test_a_file_that_is_no_picture_is_said(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, b"GGUF", "model.gguf", "")})
+    expect(page.get_by_role("status")).to_contain_text("model.gguf is no picture")
+    expect(page.locator("#pictures li")).to_have_count(0)
+
+
+def test_pictures_are_not_offered_for_a_model_that_takes_none(page: Page, served: str) -> None:
+    page.goto(served)
+    expect(page.locator("#model")).to_have_text("cllm-tiny")
+    expect(page.locator("#add-picture")).to_be_hidden()
+
+
+def test_a_page_that_is_opened_early_waits_for_the_model(page: Page, base_url: str) -> None:
+    told = [{"status": "starting", "reason": "the model is being loaded"}]
+
+    def fulfil(route: Route) -> None:
+        if told:
+            route.fulfill(status=503, json=told.pop())
+        else:
+            route.continue_()
+
+    page.route("**/health", fulfil)
+    page.goto(base_url)
+    expect(page.get_by_role("status")).to_have_text("the model is being loaded")
+    expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
+    expect(page.get_by_role("status")).to_have_text("")

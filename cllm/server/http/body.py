@@ -32,7 +32,10 @@ async def json_of(request: Request) -> Any:
         400: the client left early, or the body is missing or rejected by `parsed`.
     """
     try:
-        body = await request.body()
+        # Not `request.body`, which the request would keep: a body may have 32 MiB.
+        body = bytearray()
+        async for part in request.stream():
+            body += part
     except ClientDisconnect:
         raise Problem(400, "the client left before its body was complete") from None
     if not body:
@@ -40,7 +43,7 @@ async def json_of(request: Request) -> Any:
     return parsed(body)
 
 
-def parsed(body: bytes) -> Any:
+def parsed(body: bytes | bytearray) -> Any:
     """Return the value of a JSON body.
 
     Raises
@@ -59,7 +62,7 @@ def parsed(body: bytes) -> Any:
     return value
 
 
-def _check_size(body: bytes) -> None:
+def _check_size(body: bytes | bytearray) -> None:
     """Reject bodies that would take long to parse on the event loop."""
     n_containers = _n_containers(body)
     if MAX_CONTAINERS < n_containers <= MAX_BRACKETS:
@@ -71,7 +74,7 @@ def _check_size(body: bytes) -> None:
         raise Problem(400, limit, param=_field_beyond(body))
 
 
-def _field_beyond(body: bytes) -> str | None:
+def _field_beyond(body: bytes | bytearray) -> str | None:
     """Return the top-level field in which the body probably exceeds `MAX_CONTAINERS`; None if it is unknown.
 
     Brackets in strings are counted too.  A body that is not an object has no fields.
@@ -98,7 +101,7 @@ def _is_finite(value: object) -> bool:
     return True
 
 
-def _n_containers(text: bytes) -> int:
+def _n_containers(text: bytes | bytearray) -> int:
     return text.count(b"[") + text.count(b"{")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hmac
 import ipaddress
 import re
@@ -70,7 +71,9 @@ class Limits:
             try:
                 await self._app(scope, self._bounded(receive, body), send)
             finally:
-                self._n_bytes_large -= body.n_bytes_large
+                if body.n_bytes_large:
+                    self._n_bytes_large -= body.n_bytes_large
+                    gc.collect()  # an error refers to frames that refer to it and to the body
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -161,7 +164,7 @@ class Limits:
         if others and others + body.n_bytes > LARGE_BYTES:
             limit = f"the large bodies of open requests have more than {LARGE_BYTES} bytes"
             headers = {"Connection": "close", "Retry-After": str(RETRY_AFTER_S)}
-            raise Problem(503, limit, headers=headers)
+            raise Problem(429, limit, headers=headers)
         self._n_bytes_large, body.n_bytes_large = others + body.n_bytes, body.n_bytes
 
 

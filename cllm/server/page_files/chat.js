@@ -1,6 +1,7 @@
 // Chats: kept in this browser, answered by the server, several answers side by side.
 
 import { markdown, node } from "./markdown.js";
+import { contentOf, pickPictures, picturesOf, setPictures, textOf } from "./pictures.js";
 import { ask, errorOf, eventsOf } from "./server.js";
 
 const CHATS = "cllm.chats";
@@ -88,14 +89,19 @@ function remove(chat) {
   draw();
 }
 
-const titleOf = (chat) => chat.messages[0]?.content.slice(0, 60) || "New chat";
+function titleOf(chat) {
+  if (!chat.messages.length) return "New chat";
+  return textOf(chat.messages[0].content).slice(0, 60) || "A picture";
+}
 
 // --- What is asked --------------------------------------------------------------------------
 function send() {
   const text = element("prompt").value;
-  if (!text.trim() || running) return;
+  if (running) return;
+  const content = contentOf(text, pickPictures());
+  if (!content.length || (typeof content === "string" && !text.trim())) return;
   element("prompt").value = "";
-  current.messages.push({ role: "user", content: text });
+  current.messages.push({ role: "user", content });
   keep();
   answer();
 }
@@ -275,12 +281,18 @@ function drawn(message, index) {
       who,
       node("span", { class: "tools" }, message.role === "user" && node("button", { onclick: () => edit(index) }, "Edit")),
     ),
-    node("div", { class: "text" }, message.content),
+    node(
+      "div",
+      { class: "text" },
+      ...picturesOf(message.content).map((url, number) => node("img", { src: url, alt: `Picture ${number + 1} of the message` })),
+      textOf(message.content),
+    ),
   );
 }
 
 function edit(index) {
-  element("prompt").value = current.messages[index].content;
+  element("prompt").value = textOf(current.messages[index].content);
+  setPictures(picturesOf(current.messages[index].content));
   cut(index);
   keep();
   draw();

@@ -2,6 +2,7 @@
 
 import { startChat } from "./chat.js";
 import { watchEngine } from "./engine.js";
+import { takePictures } from "./pictures.js";
 import { ask } from "./server.js";
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -42,9 +43,22 @@ show(tabs[location.hash === "#engine" ? 1 : 0]);
 startChat();
 
 const status = document.getElementById("status");
-const health = await (await ask("health")).json().catch(() => ({}));
-status.textContent = health.status === "ok" ? "" : (health.reason ?? health.status ?? "");
+const AGAIN_MS = 1000;
+
+/** What the server says of itself, as soon as it is ready. */
+async function ready() {
+  for (;;) {
+    const health = await (await ask("health")).json().catch(() => ({}));
+    status.textContent = health.status === "ok" ? "" : (health.reason ?? health.status ?? "");
+    if (health.status === "ok") return health;
+    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  }
+}
+
+const health = await ready();
 document.getElementById("model").textContent = health.model ?? "";
 const names = Object.keys(health.models ?? {});
 document.getElementById("model-name").append(...names.map((name) => new Option(name)));
 document.getElementById("model-choice").hidden = !names.length;
+// Of several models, each says itself if it takes no pictures.
+if (names.length || health.modalities?.includes("image")) takePictures();

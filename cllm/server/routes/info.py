@@ -36,6 +36,7 @@ async def health(request: Request) -> JSONResponse:
         answer = {
             "status": now.status,
             "model": state.model_name,
+            "modalities": state.engine.model.modalities,
             "version": __version__,
             "heartbeat_age_s": round(now.heartbeat_age_s, 3),
         }

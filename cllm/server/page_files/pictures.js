@@ -1,0 +1,126 @@
+// Pictures for a message: chosen, pasted or dropped; made smaller, and shown above the text until it is sent.
+
+import { node } from "./markdown.js";
+
+const SIDE = 1536; // pixels of the longer side: the browser keeps chats, and has room for 5 MB
+const KEPT_BYTES = 256 * 1024; // a file up to this size stays as it is
+const KEPT_TYPES = ["image/png", "image/jpeg", "image/webp"];
+const N_MAX = 16; // of one message
+const element = (id) => document.getElementById(id);
+
+let pictures = []; // data: URLs
+let isTaken = false; // the model sees pictures
+
+/** Take pictures by button, paste and drop from now on. */
+export function takePictures() {
+  isTaken = true;
+  const chooser = element("picture-files");
+  element("add-picture").hidden = false;
+  element("add-picture").addEventListener("click", () => chooser.click());
+  chooser.addEventListener("change", () => {
+    add(chooser.files);
+    chooser.value = ""; // the same file may be chosen again
+  });
+  element("prompt").addEventListener("paste", (event) => {
+    if (!event.clipboardData.files.length) return;
+    event.preventDefault();
+    add(event.clipboardData.files);
+  });
+  const place = element("chat");
+  place.addEventListener("dragover", (event) => {
+    if (![...event.dataTransfer.types].includes("Files")) return;
+    event.preventDefault();
+    place.classList.add("dropping");
+  });
+  place.addEventListener("dragleave", () => place.classList.remove("dropping"));
+  place.addEventListener("drop", (event) => {
+    place.classList.remove("dropping");
+    if (!event.dataTransfer.files.length) return;
+    event.preventDefault();
+    add(event.dataTransfer.files);
+  });
+}
+
+/** The pictures of the message that is being written, which has none from then on. */
+export function pickPictures() {
+  const picked = pictures;
+  setPictures([]);
+  return picked;
+}
+
+/** Let the message that is being written have these pictures. */
+export function setPictures(urls) {
+  pictures = isTaken ? urls : [];
+  const remove = (index) => {
+    setPictures(pictures.filter((_, other) => other !== index));
+    element("prompt").focus();
+  };
+  element("pictures").replaceChildren(
+    ...pictures.map((url, index) =>
+      node(
+        "li",
+        {},
+        node("img", { src: url, alt: `Picture ${index + 1}` }),
+        node("button", { type: "button", "aria-label": `Remove picture ${index + 1}`, onclick: () => remove(index) }, "×"),
+      ),
+    ),
+  );
+}
+
+async function add(files) {
+  for (const file of files) {
+    if (pictures.length >= N_MAX) {
+      element("status").textContent = `A message has at most ${N_MAX} pictures.`;
+      return;
+    }
+    try {
+      setPictures([...pictures, await urlOf(file)]);
+      element("status").textContent = "";
+    } catch {
+      element("status").textContent = `${file.name || "This file"} is no picture that this browser can read.`;
+    }
+  }
+}
+
+/** A picture as a data: URL, smaller if it is large; throws if it is none. */
+async function urlOf(file) {
+  const bitmap = await createImageBitmap(file);
+  const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
+  if (scale === 1 && file.size <= KEPT_BYTES && KEPT_TYPES.includes(file.type)) return read(file);
+  const canvas = node("canvas");
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white"; // behind what is transparent: JPEG has no such parts
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.9);
+}
+
+function read(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+// --- Contents of messages ---------------------------------------------------------------------
+/** A text and pictures as the content of a message. */
+export function contentOf(text, urls) {
+  if (!urls.length) return text;
+  const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text.trim() ? [...parts, { type: "text", text }] : parts;
+}
+
+/** The text of a content. */
+export function textOf(content) {
+  if (!Array.isArray(content)) return content;
+  return content.map((part) => part.text ?? "").join("");
+}
+
+/** The pictures of a content. */
+export function picturesOf(content) {
+  return Array.isArray(content) ? content.filter((part) => part.image_url).map((part) => part.image_url.url) : [];
+}
