@@ -366,14 +366,16 @@ def test_pictures_come_by_button_paste_and_drop_and_are_seen(page: Page, base_ur
     small, large = picture(40), picture(3000)
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Add a picture").click()
-    chooser.value.set_files({"name": "a.png", "mimeType": "image/png", "buffer": small})
+    file: Any = {"name": "a.png", "mimeType": "image/png", "buffer": small}
+    chooser.value.set_files([file, {**file, "name": "b.png"}])
     waiting = page.get_by_role("list", name="Pictures of the message").get_by_role("img")
-    expect(waiting).to_have_count(1)
-    page.locator("#prompt").evaluate(PASTE, a_file(page, small))
     expect(waiting).to_have_count(2)
-    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, large)})
+    page.locator("#prompt").evaluate(PASTE, a_file(page, small))
     expect(waiting).to_have_count(3)
-    page.get_by_role("button", name="Remove picture 1").click()
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, large)})
+    expect(waiting).to_have_count(4)
+    for _ in range(2):
+        page.get_by_role("button", name="Remove picture 1").click()
     expect(waiting).to_have_count(2)
     say(page, "What is this?")
     expect(page.locator(".message.assistant .variant > p").first).to_have_text("I see 2.")
@@ -419,3 +421,15 @@ def test_a_page_that_is_opened_early_waits_for_the_model(page: Page, base_url: s
     expect(page.get_by_role("status")).to_have_text("the model is being loaded")
     expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
     expect(page.get_by_role("status")).to_have_text("")
+
+
+def test_the_view_of_the_engine_shows_images(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, picture(300))})
+    expect(page.locator("#pictures li")).to_have_count(1)
+    say(page, "What is this?")
+    expect(page.locator(".facts")).not_to_be_empty()
+    page.get_by_role("tab", name="Engine").click()
+    # The prefix that the prefix cache keeps.
+    expect(page.locator("#lanes")).to_have_attribute("aria-label", re.compile(r"; \d+ images$"))

@@ -429,6 +429,21 @@ async def test_the_projector_beside_the_model_is_found(tmp_path: Path) -> None:
         assert engine.model.modalities == ("text", "image")
 
 
+# --- What is seen of them ----------------------------------------------------------------------------
+@pytest.mark.anyio
+async def test_the_slots_show_where_images_are() -> None:
+    prompt: list[Any] = ["ab", image(1), "c", image(2)]
+    async with (
+        FakeEngine(lambda prompt: "d" * 99, n_ctx=4096, stream_buffer=2) as engine,
+        engine.stream(prompt) as stream,
+    ):
+        await anext(stream)
+        running = [slot for slot in await engine.slots() if slot.request_id is not None]
+        (slot,) = running
+        assert slot.images == ((2, 8), (9, 15))
+        assert slot.n_prompt == 15
+
+
 # --- Memory ------------------------------------------------------------------------------------------
 @pytest.mark.anyio
 async def test_a_request_reads_its_images_when_open_requests_hold_few_pixels(

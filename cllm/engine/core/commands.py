@@ -214,6 +214,8 @@ class SlotInfo:
     age_s : float
         Seconds since its request was submitted.
     n_preemptions : int
+    images : tuple of (int, int)
+        Positions `[start, end)` in the KV cache of each chunk of an image.
     """
 
     seq_id: int
@@ -225,6 +227,7 @@ class SlotInfo:
     n_cached: int = 0
     age_s: float = 0.0
     n_preemptions: int = 0
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

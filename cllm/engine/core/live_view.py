@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from cllm.engine.core.commands import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
-from cllm.engine.core.kv_cache import KVCache
+from cllm.engine.core.kv_cache import KVCache, Slot
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.run_queue import RunQueue
 from cllm.engine.core.scheduler import Chunk, is_decoding
@@ -72,11 +72,20 @@ def extents_of(kv_cache: KVCache) -> tuple[ExtentInfo, ...]:
     )
 
 
+def _images_of(slot: Slot) -> tuple[tuple[int, int], ...]:
+    """Return the rows `[start, end)` of each chunk of an image that a slot holds."""
+    n = slot.n_computed
+    return tuple((span.start, min(span.end, n)) for span in slot.spans if span.start < n)
+
+
 def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[SlotInfo, ...]:
     """Return the state of every seq_id, in ascending order."""
     slots = {
         entry.slot.seq_id: SlotInfo(
-            entry.slot.seq_id, SlotState.CACHED, n_computed=entry.slot.n_computed
+            entry.slot.seq_id,
+            SlotState.CACHED,
+            n_computed=entry.slot.n_computed,
+            images=_images_of(entry.slot),
         )
         for entry in manager.cells.prefixes.entries
     }
@@ -98,6 +107,7 @@ def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[Slot
             n_cached=sequence.n_cached,
             age_s=now - sequence.request.submitted_at,
             n_preemptions=sequence.n_preemptions,
+            images=_images_of(sequence.placement.slot),
         )
     return tuple(
         slots.get(seq_id, SlotInfo(seq_id, SlotState.FREE))

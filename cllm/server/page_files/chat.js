@@ -284,7 +284,11 @@ function drawn(message, index) {
     node(
       "div",
       { class: "text" },
-      ...picturesOf(message.content).map((url, number) => node("img", { src: url, alt: `Picture ${number + 1} of the message` })),
+      node(
+        "div",
+        { class: "shown" },
+        ...picturesOf(message.content).map((url, number) => node("img", { src: url, alt: `Picture ${number + 1} of the message` })),
+      ),
       textOf(message.content),
     ),
   );

@@ -4,6 +4,7 @@ const LANE = 14; // pixels of a sequence
 const GAP = 3;
 const LABEL = 44;
 const TICK = 3;
+const STRIPE = 4; // pixels between two stripes of an image
 
 /** A canvas with as many pixels as it is shown with, cleared. */
 function pen(canvas, height) {
@@ -74,8 +75,18 @@ export function drawLanes(canvas, extents, slots) {
       context.fillRect(LABEL + end * unit - 2, GAP + Math.min(...ys), 1.5, Math.max(...ys) - Math.min(...ys) + LANE);
     }
   }
+  // Light stripes: rows of images.
+  context.fillStyle = colour("back");
+  let nImages = 0;
+  for (const slot of busy) {
+    const y = GAP + lanes.get(slot.seq_id) * (LANE + GAP);
+    for (const [start, end] of slot.images) {
+      nImages++;
+      for (let x = start * unit; x < end * unit; x += STRIPE) context.fillRect(LABEL + x, y + 2, 1, LANE - 4);
+    }
+  }
   const shared = extents.filter((extent) => extent[3].length > 1).reduce((sum, extent) => sum + extent[1] - extent[0], 0);
-  canvas.setAttribute("aria-label", `${busy.length} sequences, the longest of ${last} positions; ${shared} positions are shared`);
+  canvas.setAttribute("aria-label", `${busy.length} sequences, the longest of ${last} positions; ${shared} positions are shared${nImages ? `; ${nImages} images` : ""}`);
 }
 
 /** Rows of each tick upwards, its time downwards. */

@@ -67,7 +67,9 @@ export function setPictures(urls) {
   );
 }
 
-async function add(files) {
+/** Add files; the list of them is empty as soon as its event is over. */
+async function add(list) {
+  const files = [...list];
   for (const file of files) {
     if (pictures.length >= N_MAX) {
       element("status").textContent = `A message has at most ${N_MAX} pictures.`;
