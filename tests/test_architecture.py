@@ -73,7 +73,11 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.sampling_limits",
         ),
     ),
-    ("cllm.server.http.fetching", ("cllm", "cllm.engine.image_parts")),
+    ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.image_parts")),
+    (
+        "cllm.server.routes.messages",
+        ("cllm", "cllm.server", "cllm.engine.image_parts"),
+    ),
     (
         "cllm.server.config",
         ("cllm.checks", "cllm.sampling_limits", "cllm.settings"),

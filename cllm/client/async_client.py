@@ -23,6 +23,7 @@ from cllm.client.replicas import Replicas
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.image_marks import ImageMarks
 from cllm.engine.chat.message_checks import RESULTS
+from cllm.engine.chat.readable import in_words
 from cllm.engine.image import NamedImage
 from cllm.engine.loop.generates import Generates
 from cllm.engine.loop.request_call import MixedPrompt, Prompt, RequestCall, check_prompt
@@ -276,7 +277,9 @@ def _part_of(image: NamedImage) -> dict[str, Any]:
     try:
         return {"type": "image_url", "image_url": {"url": image.image.data_url()}}
     except InvalidRequestError as error:
-        raise image.error(error) from None
+        if image.is_optional:
+            return {"type": "text", "text": in_words("image")}
+        raise image.with_field(error) from None
 
 
 def _message_of(message: dict[str, Any], marks: ImageMarks | None) -> dict[str, Any]:
@@ -287,16 +290,16 @@ def _message_of(message: dict[str, Any], marks: ImageMarks | None) -> dict[str, 
     parts = marks.parts_of(content)
     if len(parts) == 1:
         return message
-    told: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
     for i, part in enumerate(parts):
         if not isinstance(part, str):
-            told.append(_part_of(part))
+            sent.append(_part_of(part))
             continue
         if message["role"] in RESULTS:  # the server puts each part into a line of its own
             part = part.removeprefix("\n") if i else part
             part = part.removesuffix("\n") if i < len(parts) - 1 else part
-        told += [{"type": "text", "text": part}] if part else []
-    return {**message, "content": told}
+        sent += [{"type": "text", "text": part}] if part else []
+    return {**message, "content": sent}
 
 
 def _sampling_of(call: RequestCall) -> dict[str, Any]:

@@ -15,6 +15,44 @@ from numpy.typing import NDArray
 from cllm.engine.image_limits import check_n_bytes, check_size
 from cllm.errors import InvalidArgumentError, InvalidRequestError
 
+# First bytes of a file of each media type.
+HEADS = {"jpeg": b"\xff\xd8", "gif": b"GIF8", "webp": b"RIFF", "bmp": b"BM"}
+
+
+class Base64Text(NamedTuple):
+    """The file of an image as base64 text, as in a `data:` URL, without a copy of the text.
+
+    Attributes
+    ----------
+    start : int
+        Index in `text` at which the base64 text begins.
+    """
+
+    text: str
+    start: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Largest number of bytes of the file."""
+        return 3 * (len(self.text) - self.start) // 4
+
+    def decoded(self) -> bytes:
+        """Return the file.
+
+        Raises
+        ------
+        InvalidRequestError
+            The text is not base64, or the file has too few bytes.
+        """
+        try:
+            # Spaces and line breaks may be between the characters, and "=" at the end is often missing.
+            data = binascii.a2b_base64(f"{self.text[self.start :]}==")
+        except ValueError as error:
+            limit = f"a file as base64 text ({error})"
+            raise InvalidRequestError("image", f"{self.n_bytes} bytes", limit) from None
+        check_n_bytes(len(data), InvalidRequestError)
+        return data
+
 
 class Image:
     """An image for a prompt: the path of a file, the bytes of one, or pixels.
@@ -24,7 +62,7 @@ class Image:
     source : str, Path, bytes or ndarray
         A path or the content of a PNG, JPEG, WebP, BMP or GIF file (first frame), of at most 64 MiB; or pixels:
         uint8, shape `(height, width, 3)`, red, green, blue.  At most 16,384 pixels on a side and 33,554,432
-        in all; the images of one prompt have at most 89,478,485 together.  Pixels are copied.
+        in all; the images of one prompt have at most 178,956,970 together.  Pixels are copied.
 
     Raises
     ------
@@ -34,10 +72,10 @@ class Image:
         Decoding needs the extra `media`.
     """
 
-    __slots__ = ("source",)
+    __slots__ = ("__weakref__", "source")
 
     def __init__(self, source: str | os.PathLike[str] | bytes | NDArray[np.uint8]) -> None:
-        self.source: Path | bytes | NDArray[np.uint8]
+        self.source: Path | bytes | NDArray[np.uint8] | Base64Text
         if isinstance(source, np.ndarray):
             _check_pixels(source)
             self.source = source.copy()
@@ -48,6 +86,20 @@ class Image:
             self.source = Path(source)
         else:
             raise InvalidArgumentError("image", source, "a path, the bytes of a file, or an array")
+
+    @classmethod
+    def of_base64(cls, text: str, start: int = 0) -> Image:
+        """Return the image of a file as base64 text, which begins at `start`; `read` decodes it.
+
+        Raises
+        ------
+        InvalidRequestError
+            The text is empty or too long.
+        """
+        image = cls.__new__(cls)
+        image.source = Base64Text(text, start)
+        check_n_bytes(image.source.n_bytes, InvalidRequestError)
+        return image
 
     def __repr__(self) -> str:
         return f"<Image {self.shown!r}>"
@@ -60,6 +112,8 @@ class Image:
             return str(source)
         if isinstance(source, bytes):
             return f"{len(source)} bytes"
+        if isinstance(source, Base64Text):
+            return f"{source.n_bytes} bytes"
         return f"{source.shape[1]}×{source.shape[0]} pixels"
 
     def data_url(self) -> str:
@@ -72,7 +126,8 @@ class Image:
         """
         content = self.read()
         data = content if isinstance(content, bytes) else _png(content)
-        return f"data:image;base64,{binascii.b2a_base64(data, newline=False).decode()}"
+        kind = next((kind for kind, head in HEADS.items() if data.startswith(head)), "png")
+        return f"data:image/{kind};base64,{binascii.b2a_base64(data, newline=False).decode()}"
 
     def read(self) -> bytes | NDArray[np.uint8]:
         """Return the content of the file, or the pixels.  Any thread; reads a file.
@@ -82,6 +137,8 @@ class Image:
         InvalidRequestError
             The file cannot be read, or is too large.
         """
+        if isinstance(self.source, Base64Text):
+            return self.source.decoded()
         if not isinstance(self.source, Path):
             return self.source
         try:
@@ -90,49 +147,6 @@ class Image:
         except OSError as error:
             reason = f"a file that can be read: {error.strerror}"
             raise InvalidRequestError("image", self.shown, reason) from None
-
-
-class Base64Image(Image):
-    """The file of an image as base64 text, as in a `data:` URL; `read` decodes it.
-
-    Parameters
-    ----------
-    text : str
-        Kept without a copy.
-    start : int
-        Index in `text` at which the base64 text begins.
-
-    Raises
-    ------
-    InvalidRequestError
-        The text is too long.
-    """
-
-    __slots__ = ("_start", "_text")
-
-    def __init__(self, text: str, start: int = 0) -> None:
-        self._text, self._start = text, start
-        check_n_bytes(self._n_bytes, InvalidRequestError)
-
-    @property
-    def _n_bytes(self) -> int:
-        return 3 * (len(self._text) - self._start) // 4
-
-    @property
-    def shown(self) -> str:
-        """See `Image`."""
-        return f"{self._n_bytes} bytes"
-
-    def read(self) -> bytes:
-        """See `Image`."""
-        try:
-            # Spaces and line breaks may be between the characters, and "=" at the end is often missing.
-            data = binascii.a2b_base64(f"{self._text[self._start :]}==")
-        except ValueError as error:
-            limit = f"a file as base64 text ({error})"
-            raise InvalidRequestError("image", self.shown, limit) from None
-        check_n_bytes(len(data), InvalidRequestError)
-        return data
 
 
 class NamedImage(NamedTuple):
@@ -148,7 +162,7 @@ class NamedImage(NamedTuple):
     field: str
     is_optional: bool = False
 
-    def error(self, error: InvalidRequestError) -> InvalidRequestError:
+    def with_field(self, error: InvalidRequestError) -> InvalidRequestError:
         """Return an error of the image with the name of its field."""
         field = self.field if error.field == "image" else error.field
         return InvalidRequestError(field, error.value, error.limit)

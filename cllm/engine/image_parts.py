@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cllm.engine.image import Base64Image, Image
+from cllm.engine.image import Image
 from cllm.errors import InvalidRequestError
 
 # Types of parts whose field `image_url` is a URL, or has one in its field `url`.
 URL_TYPES = ("image_url", "input_image", "computer_screenshot")
 TYPES = ("image", *URL_TYPES)
-DATA_URL = re.compile(r"data:([^,]*),", re.IGNORECASE)
+RESOURCE = "resource"  # of MCP: a file, which may be an image
+DATA_URL = re.compile(r"\s*data:([^,]*),", re.IGNORECASE)
 ADDRESS = re.compile(r"\s*https?:", re.IGNORECASE)
 MAX_HEAD = 256  # characters before the comma of a data: URL
 
@@ -47,11 +48,15 @@ def image_of(part: object, field: str) -> Image | None:
     Raises
     ------
     InvalidRequestError
-        The part has no image, or has the address of one: the server fetches it before, if it may.
+        The part has no image, or has the address of one.  A server replaces the addresses that it fetches
+        before this call.
     """
     if not isinstance(part, Mapping):
         return None
     kind = part.get("type")
+    if kind == RESOURCE and isinstance(resource := part.get(RESOURCE), Mapping):
+        is_image = str(resource.get("mimeType")).startswith("image/")
+        return _of_base64(resource.get("blob"), f"{field}.resource.blob") if is_image else None
     if not isinstance(kind, str) or kind not in TYPES:
         return None
     if kind in URL_TYPES:
@@ -69,7 +74,7 @@ def image_of(part: object, field: str) -> Image | None:
         return _of_base64(source.get("data"), f"{field}.source.data")
     if source.get("type") == "url":
         return _image_at(source.get("url"), f"{field}.source.url")
-    raise InvalidRequestError(f"{field}.source.type", source.get("type"), '"base64"')
+    raise InvalidRequestError(f"{field}.source.type", source.get("type"), '"base64" or "url"')
 
 
 def _image_at(given: object, field: str) -> Image:
@@ -87,6 +92,6 @@ def _of_base64(text: object, field: str, start: int = 0) -> Image:
     if not isinstance(text, str):
         raise InvalidRequestError(field, text, "a file as base64 text")
     try:
-        return Base64Image(text, start)
+        return Image.of_base64(text, start)
     except InvalidRequestError as error:
         raise InvalidRequestError(field, error.value, error.limit) from None

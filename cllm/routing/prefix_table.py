@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,9 @@ from cllm.errors import InvalidArgumentError
 BLOCK = 256  # bytes of a prompt for each key, about 64 tokens
 N_BLOCKS_MAX = 512  # blocks of a prompt that have keys; the rest of the prompt is ignored
 PROMPTS = ("messages", "prompt", "input")  # fields of a request body that can have the prompt
+
+FILE = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+MAX_HEAD = 256  # characters before the comma of a data: URL
 
 Key = bytes
 
@@ -120,6 +124,8 @@ def prompt_bytes(body: Mapping[str, Any]) -> bytes:
         given = body.get(name)
         if isinstance(given, str):
             return _plain(head) + given.encode("utf-8", "replace")
+        if given and isinstance(given, Mapping):  # a prompt of llama-server with images
+            return _plain(head) + _plain(given)
         if given and isinstance(given, list | tuple):
             if all(type(token) is int and 0 <= token < 1 << 31 for token in given):
                 return _plain(head) + array("i", given).tobytes()
@@ -141,8 +147,8 @@ def _keyed(value: object) -> object:
 
 
 def _file_key(name: object, value: object) -> str | None:
-    """Return a digest of a field with the file of an image as text; None for another field."""
-    if not isinstance(value, str) or not (name == "data" or value[:5].lower() == "data:"):
+    """Return a digest of a field `data` and of a data: URL with base64; None for another field."""
+    if not isinstance(value, str) or not (name == "data" or FILE.match(value, 0, MAX_HEAD)):
         return None
     return hashlib.blake2b(value.encode("utf-8", "replace"), digest_size=16).hexdigest()
 

@@ -35,8 +35,8 @@ class ServerConfig:
     model_name : str, optional
         Name of the model for clients; by default that of the file.
     image_hosts : tuple of str
-        A host from which images at http: and https: addresses are fetched; "*": any public one.  May be
-        repeated.  Without it, images are taken as data: URLs alone.
+        A host from which images at http: and https: addresses are fetched, as HOST or HOST:PORT; "*": any
+        public one.  By default none: images are taken as data: URLs alone.
     allowed_hosts : tuple of str
         A host name that requests may be for besides this machine's own; "*": any.
     cors_origins : tuple of str

@@ -61,8 +61,8 @@ class ServerState:
         self.engine, self.failure = None, None
         self.stopping: anyio.Event = anyio.Event()
         self.live: LatestFrame = LatestFrame()
-        # `/tokenize` and `/detokenize`: two requests at once, so that prompts do not wait for them.
         self.fetcher: ImageFetcher = ImageFetcher(self.config.image_hosts, _public_network)
+        # `/tokenize` and `/detokenize`: two requests at once, so that prompts do not wait for them.
         self.tokenizing: anyio.CapacityLimiter = anyio.CapacityLimiter(2)
 
     @contextmanager
@@ -111,7 +111,7 @@ class ServerState:
 
     def n_body_bytes_max(self) -> int:
         """Return how many bytes a body may have."""
-        takes_images = self.engine is not None and "image" in self.engine.model.modalities
+        takes_images = self.engine is None or "image" in self.engine.model.modalities
         return self.config.n_body_bytes_max(self.n_ctx, takes_images=takes_images)
 
     def check_messages(self, n: int, field: str = "messages") -> None:

@@ -168,7 +168,7 @@ def test_an_image_goes_before_the_next_message_and_is_saved_as_its_path(tmp_path
         options = ["-m", str(model), *gone, "-n", "4", "--chat-template", template, *GREEDY]
         refused = run_cllm("chat", *options, input="\n".join(lines))
         assert refused.returncode == 0
-        assert f"cannot continue {saved}: image is" in refused.stderr
+        assert f"cannot continue {saved}: messages[0].content[0] is" in refused.stderr
         assert "1 turn, " in refused.stderr
     refused = run_cllm("chat", input=f"/image {file}")
     assert refused.stderr == "cllm: this model takes no images: give its projector as --mmproj\n"

@@ -498,7 +498,7 @@ async def test_the_images_of_one_prompt_have_a_limited_number_of_pixels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     n_bytes = pixels(1).nbytes
-    monkeypatch.setattr("cllm.engine.loop.images.MAX_PROMPT_BYTES", 2 * n_bytes)
+    monkeypatch.setattr("cllm.engine.loop.prompt_tokenizer.MAX_PROMPT_BYTES", 2 * n_bytes)
     async with FakeEngine(lambda prompt: "b", n_ctx=4096) as engine:
         prompt: list[Any] = [image(1), image(2)]
         assert (await engine.generate(prompt)).text == "b"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from cllm import InvalidRequestError
 from cllm.server import ServerConfig, create_app
 from cllm.server.http import fetching
 from cllm.server.http.fetching import ImageFetcher
+from cllm.server.http.problems import Problem
 from cllm.server.http.public_network import PublicNetwork, is_public
 from cllm.testing import FakeEngine
 from tests.server.test_images import PATHS, asking, png, with_result
@@ -74,7 +76,7 @@ PRIVATE = (
     "169.254.169.254", "0xa9fea9fe", "2852039166", "100.64.0.1", "224.0.0.1", "240.0.0.1",
     "255.255.255.255", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]",
     "[64:ff9b::7f00:1]", "[64:ff9b:1::a00:1]", "[2002:7f00:1::]", "[2002:a9fe:a9fe::1]", "[fe80::1]",
-    "[fc00::1]", "[fd12:3456::1]", "[ff02::1]", "[fec0::1]", "[3fff::1]", "192.88.99.1", "[2001:db8::1]", "[2001:0:7f00:1::]",
+    "[fc00::1]", "[fd12:3456::1]", "[ff02::1]", "[fec0::1]", "[3fff::1]", "192.88.99.1", "[64:ff9b:1:a00:0:100:808:808]", "[2001:0:7f00:1::f7f7:f7f7]", "[2001:db8::1]", "[2001:0:7f00:1::]",
     "inside.example.com", "both.example.com", "six.example.com", "nothing.example.com",
 )  # fmt: skip
 
@@ -83,16 +85,16 @@ PRIVATE = (
 async def test_a_host_that_is_not_of_the_public_internet_is_not_asked(host: str) -> None:
     for url in (f"http://{host}/a.png", f"https://{host}:443/a.png"):
         wire = Wire()
-        with pytest.raises(InvalidRequestError) as caught:
+        with pytest.raises(InvalidRequestError, match=r"public|can be reached") as caught:
             await fetcher(wire).fetch(url, "messages[0].content[1].image_url.url")
         assert caught.value.field == "messages[0].content[1].image_url.url"
         assert wire.connected == []
 
 
-@pytest.mark.parametrize("host", PRIVATE[:40])
+@pytest.mark.parametrize("host", PRIVATE)
 async def test_a_redirect_to_such_a_host_is_not_followed(host: str) -> None:
     wire = Wire(answer("302 Found", location=f"http://{host}/latest/meta-data"))
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(InvalidRequestError, match=r"public|can be reached"):
         await fetcher(wire).fetch("http://images.example.com/a.png")
     assert wire.connected == [(PUBLIC, 80)]
 
@@ -123,14 +125,14 @@ async def test_an_image_of_an_allowed_host_is_fetched_also_over_redirects() -> N
         answer("200 OK", png()),
     )
     fetched = await fetcher(wire, "images.example.com").fetch("http://images.example.com/a.png#x")
-    assert fetched == png()
+    assert fetched.source == png()
     assert wire.connected == [(PUBLIC, 80)] * 3
 
 
 async def test_a_port_is_allowed_by_name() -> None:
     wire = Wire(answer("200 OK", b"x"))
     allowed = fetcher(wire, "images.example.com:8080")
-    assert await allowed.fetch("http://images.example.com:8080/a") == b"x"
+    assert (await allowed.fetch("http://images.example.com:8080/a")).source == b"x"
     with pytest.raises(InvalidRequestError, match="--image-host"):
         await allowed.fetch("http://images.example.com/a")
 
@@ -142,38 +144,110 @@ async def test_a_port_is_allowed_by_name() -> None:
         ([answer("200 OK")], "200 and 0 bytes"),
         ([answer("302 Found") for _ in range(9)], "redirects"),
         ([answer("302 Found", location="/") for _ in range(9)], "at most 3 redirects"),
+        ([answer("302 Found", location="http://[::1")], "an http: or https: address"),
+        ([answer("302 Found", location="http://other.example.com/")], "--image-host"),
+        ([answer("307 Temporary", location="ftp://images.example.com/")], "http: or https:"),
         ([[b"HTTP/1.1 2"]], "can be reached"),
         ([[b"SSH-2.0-OpenSSH_9.2\r\n"]], "can be reached"),
         ([answer("200 OK", b"x" * 2000)], "at most 1000 bytes"),
     ],
 )
-async def test_what_a_host_answers_wrongly_is_named(
+async def test_a_wrong_answer_of_a_host_is_rejected_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, answers: list[list[bytes]], words: str
 ) -> None:
     monkeypatch.setattr(fetching, "MAX_BYTES", 1000)
     with pytest.raises(InvalidRequestError, match=words):
-        await fetcher(Wire(*answers)).fetch("http://images.example.com/a.png")
+        await fetcher(Wire(*answers), "images.example.com").fetch("http://images.example.com/a.png")
 
 
-async def test_a_host_that_never_answers_is_left_after_a_time(
+def shown(*urls: str, role: str = "user") -> list[dict[str, Any]]:
+    """A message with the addresses of images, and another one."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": role, "content": parts}, {"role": "user", "content": "a"}]
+
+
+class Silent(Wire):
+    """A network on which no host answers."""
+
+    async def connect_tcp(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+async def test_images_that_are_late_are_rejected_by_name_or_left_in_results_of_tools(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Silent(Wire):
-        async def connect_tcp(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
-            await anyio.sleep_forever()
-            raise AssertionError
-
-    monkeypatch.setattr(fetching, "IMAGE_S", 0.01)
-    with pytest.raises(InvalidRequestError, match="answers within"):
-        await fetcher(Silent()).fetch("http://images.example.com/a.png")
-    monkeypatch.setattr(fetching, "IMAGE_S", 100.0)
-    monkeypatch.setattr(fetching, "REQUEST_S", 0.01)
-    part = {"type": "image_url", "image_url": "http://images.example.com/a.png"}
-    with pytest.raises(InvalidRequestError, match="come within"):
-        await fetcher(Silent()).with_images([{"role": "user", "content": [part]}])
+    urls = [f"http://images.example.com/{n}.png" for n in range(9)]
+    for image_s, request_s in ((0.01, 100.0), (100.0, 0.01)):
+        monkeypatch.setattr(fetching, "IMAGE_S", image_s)
+        monkeypatch.setattr(fetching, "REQUEST_S", request_s)
+        with pytest.raises(InvalidRequestError, match="answers within") as caught:
+            await fetcher(Silent()).with_images(shown(*urls))
+        assert caught.value.field == "messages[0].content[0].image_url.url"
+        messages = shown(*urls, role="tool")
+        assert await fetcher(Silent()).with_images(messages) == messages
 
 
-def test_addresses_of_the_public_internet() -> None:
+async def test_each_address_of_a_request_is_fetched_once_and_not_for_roles_without_images() -> None:
+    url = "http://images.example.com/a.png"
+    wire = Wire(answer("200 OK", png()))
+    messages = [*shown(url, url), *shown(url, role="tool")]
+    seen = await fetcher(wire).with_images(messages)
+    assert wire.connected == [(PUBLIC, 80)]
+    images = [part["image"] for message in seen[::2] for part in message["content"]]
+    assert len(images) == 3
+    assert len({id(image) for image in images}) == 1
+    for role in ("system", "assistant"):
+        messages = shown(url, role=role)
+        assert await fetcher(wire).with_images(messages) == messages
+    whole = {"role": "tool", "content": {"type": "input_image", "image_url": url}}
+    (seen_whole,) = await fetcher(Wire(answer("200 OK", png()))).with_images([whole])
+    assert seen_whole["content"]["image"].source == png()
+
+
+async def test_the_images_of_a_request_and_of_open_requests_are_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    urls = [f"http://images.example.com/{n}.png" for n in range(3)]
+
+    def three() -> Wire:
+        return Wire(*[answer("200 OK", b"x" * 100) for _ in urls])
+
+    monkeypatch.setattr(fetching, "MAX_REQUEST_BYTES", 250)
+    with pytest.raises(InvalidRequestError, match="at most 250 bytes in all"):
+        await fetcher(three()).with_images(shown(*urls))
+    monkeypatch.setattr(fetching, "MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(fetching, "MAX_ADDRESSES", 2)
+    with pytest.raises(InvalidRequestError, match="at most 2 addresses"):
+        await fetcher(three()).with_images(shown(*urls))
+    monkeypatch.setattr(fetching, "MAX_ADDRESSES", 3)
+    monkeypatch.setattr(fetching, "MAX_OPEN_BYTES", 400)
+    wire = Wire(*[answer("200 OK", b"x" * 100) for _ in range(9)])
+    shared = fetcher(wire)
+    open_request = await shared.with_images(shown(*urls))
+    with pytest.raises(Problem) as caught:
+        await shared.with_images(shown(*urls))
+    assert caught.value.status == 429
+    del open_request, caught
+    gc.collect()  # an error keeps what its frames have
+    assert len(await shared.with_images(shown(*urls))) == 2
+
+
+async def test_an_address_of_a_host_that_does_not_answer_is_followed_by_the_next_one() -> None:
+    class FirstIsDown(Wire):
+        async def connect_tcp(
+            self, host: str, port: int, *args: Any, **options: Any
+        ) -> httpcore.AsyncNetworkStream:
+            if host != PUBLIC:
+                raise httpcore.ConnectError("no route")
+            return await super().connect_tcp(host, port)
+
+    NAMES["dual.example.com"] = ["2606:4700::1111", PUBLIC]
+    wire = FirstIsDown(answer("200 OK", b"x"))
+    assert (await fetcher(wire).fetch("http://dual.example.com/a")).source == b"x"
+
+
+def test_public_addresses_are_public_inside_ipv6_too() -> None:
     public = (
         PUBLIC,
         "8.8.8.8",
@@ -194,7 +268,7 @@ async def test_a_server_fetches_images_of_users_and_of_tools_from_allowed_hosts_
         {"type": "input_image", "image_url": url},
         {"type": "image", "source": {"type": "url", "url": url}},
     ]
-    wire = Wire(*[answer("200 OK", png()) for _ in range(4)])
+    wire = Wire(*[answer("200 OK", png()) for _ in range(2)])
     other = [{"type": "image_url", "image_url": {"url": "http://other.example.com/a"}}]
     prompts: list[str] = []
 
@@ -214,7 +288,7 @@ async def test_a_server_fetches_images_of_users_and_of_tools_from_allowed_hosts_
             assert response.json()["error"]["param"].endswith(".content[0].image_url.url")
             assert "--image-host" in response.json()["error"]["message"]
             assert (await http.post(path, json=with_result(path, other))).status_code == 200
-    assert wire.connected == [(PUBLIC, 80)] * 4
+    assert wire.connected == [(PUBLIC, 80)] * 2
     assert "<image><image>" in prompts[0]
     assert prompts[1].count("<image>") == 2
     assert "an image, which this model cannot read" in prompts[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,6 +22,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cllm import Engine, Image
+from cllm.engine.chat.control_tokens import Piece
+from cllm.engine.chat.image_marks import ImageMarks
+from cllm.engine.chat.message_checks import check_messages
 from cllm.server import ServerConfig
 from cllm.server.http import limits
 from cllm.server.http.problems import Problem
@@ -119,6 +123,64 @@ async def test_an_image_in_the_form_of_any_api_is_seen(path: str, body_of: Any) 
         assert engine.images.n_encoded == 1
     assert all("<image>" in prompt and PNG[:40] not in prompt for prompt in prompts)
     assert len(prompts) == len(PARTS)
+
+
+async def test_images_are_seen_in_any_form_of_a_result_and_no_file_becomes_text() -> None:
+    image = PARTS["image of MCP"]
+    text = {"type": "text", "text": "Seen:"}
+    large = "QUJD" * 2000
+    results: list[tuple[Any, int]] = [
+        ({"content": [text, image], "isError": False}, 1),  # the result of MCP as it is
+        ([{"content": [image, image]}], 2),
+        ([{"type": "tool_result", "content": [text, image]}], 1),
+        ([{"type": "document", "title": "T", "source": {"type": "content", "content": [text, image]}}], 1),
+        ([{"type": "resource", "resource": {"mimeType": "image/png", "blob": PNG}}], 1),
+        ([{"type": "resource", "resource": {"mimeType": "text/plain", "text": "Seen:"}}], 0),
+        ([{"type": "resource", "resource": {"mimeType": "application/pdf", "blob": large}}], 0),
+        ([{"type": "audio", "data": large, "mimeType": "audio/wav"}], 0),
+        ({"screenshot": f"data:image/png;base64,{large}", "ok": True}, 0),
+    ]  # fmt: skip
+    prompts: list[str] = []
+    async with serving(prompts) as (_, http):
+        for content, n_images in results:
+            body = with_result("/v1/chat/completions", content)
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+            assert prompts[-1].count("<image>") == n_images, content
+            assert "QUJDQUJD" not in prompts[-1]
+            assert ("Seen:" in json.dumps(content)) == ("Seen:" in prompts[-1])
+
+
+async def test_the_screenshot_of_a_computer_is_seen() -> None:
+    prompts: list[str] = []
+    action = {"type": "click", "x": 5, "y": 7}
+    items = [
+        ASK,
+        {"type": "computer_call", "call_id": "c", "action": action, "status": "completed"},
+        {"type": "computer_call_output", "call_id": "c", "output": PARTS["computer_screenshot"]},
+    ]
+    async with serving(prompts) as (_, http):
+        response = await http.post("/v1/responses", json={"input": items})
+    assert response.status_code == 200, response.text
+    assert prompts[0].count("<image>") == 1
+    assert '"computer"' in prompts[0]
+
+
+async def test_a_chat_with_thousands_of_images_does_not_stop_the_event_loop() -> None:
+    """An image that a prompt has no room for is rejected after one pass over all of them."""
+    many = [PARTS["image_url as text"]] * 4000
+    seen: list[int] = []
+
+    class Counted(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            seen.append(1)
+            return super().get(name, default)
+
+    marks = ImageMarks()
+    check_messages([{"role": "user", "content": [Counted(part) for part in many]}], marks)
+    assert len(marks.images) == 4000
+    assert len(seen) <= 8 * 4000
+    pieces = [Piece("".join(f"{marks.nonce}{i}-" for i in range(4000)), is_template=False)]
+    assert len(marks.cut(pieces, takes_images=True)) == 2 * 4000 + 1
 
 
 async def test_texts_and_images_keep_their_order() -> None:
@@ -247,6 +309,9 @@ async def test_prompts_of_generate_and_of_llama_server_have_images() -> None:
         assert told["usage"]["image_tokens"] == 64
         marker = (await http.get("/props")).json()["media_marker"]
         prompt: dict[str, Any] = {"prompt_string": f"a{marker}b", "multimodal_data": [PNG]}
+        two = {"prompt_string": f"a{marker}{marker}b", "multimodal_data": [PNG, PNG]}
+        told = (await http.post("/completion", json={"prompt": two, **GREEDY})).json()
+        assert told["prompt"] == two["prompt_string"]
         told = (await http.post("/completion", json={"prompt": prompt, **GREEDY})).json()
         assert told["content"] == expected.text
         assert told["prompt"] == prompt["prompt_string"]
@@ -256,7 +321,7 @@ async def test_prompts_of_generate_and_of_llama_server_have_images() -> None:
             ({"prompt": {**prompt, "multimodal_data": [PNG, PNG]}}, "prompt.multimodal_data"),
             ({"prompt": {**prompt, "multimodal_data": "x"}}, "prompt.multimodal_data"),
             ({"prompt": {**prompt, "multimodal_data": [5]}}, "prompt.multimodal_data[0].data"),
-            ({"prompt": {**prompt, "prompt_string": 5}}, "prompt.multimodal_data"),
+            ({"prompt": {**prompt, "prompt_string": 5}}, "prompt.prompt_string"),
         ):
             response = await http.post("/completion", json={**wrong, **GREEDY})
             assert response.status_code == 400, response.text
@@ -312,7 +377,7 @@ async def test_large_bodies_of_open_requests_are_limited_together(
 
 
 async def test_the_pixels_of_one_prompt_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cllm.engine.loop.images.MAX_PROMPT_BYTES", 2 * 40 * 48 * 3)
+    monkeypatch.setattr("cllm.engine.loop.prompt_tokenizer.MAX_PROMPT_BYTES", 2 * 40 * 48 * 3)
     async with serving() as (_, http):
         parts = [PARTS["image_url"]] * 3
         response = await http.post("/v1/chat/completions", json=asking("", parts[:2]))

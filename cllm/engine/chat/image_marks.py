@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -44,7 +45,7 @@ class ImageMarks:
         return self._pattern.sub(SHOWN, text)
 
     def parts_of(self, text: str) -> list[str | NamedImage]:
-        """Return the texts, which are empty or not, and the images of a text by turns."""
+        """Split a text at its marks: texts, which may be empty, and images alternate."""
         return [
             self.images[int(part)] if i % 2 else part
             for i, part in enumerate(self._pattern.split(text))
@@ -80,8 +81,9 @@ class ImageMarks:
                 else:
                     limit = "left out: the engine has no projector (mmproj)"
                     raise InvalidRequestError(part.field, "an image", limit)
+        n_seen = Counter(map(id, seen))
         for image in self.images if takes_images else ():
-            if not image.is_optional and sum(image is one for one in seen) != 1:
+            if not image.is_optional and n_seen[id(image)] != 1:
                 limit = "left out: the chat template does not show each image once"
                 raise InvalidRequestError(image.field, "an image", limit)
         return [*found, run]

@@ -245,7 +245,7 @@ def _text_of_parts(field: str, content: Sequence[object], marks: ImageMarks | No
 
 
 def _mark(field: str, marks: ImageMarks, part: object) -> str | None:
-    """Return the mark of a part of a tool's result with an image; None for a part without one that can be read."""
+    """Return the mark of the image in a part of a tool's result; None if the part has no readable image."""
     try:
         image = image_of(part, field)
     except InvalidRequestError:
@@ -262,7 +262,7 @@ def _wrong_part(field: str, part: Any) -> InvalidRequestError:
     if kind in image_parts.TYPES:
         limit = "left out: only messages of users and results of tools have images"
         return InvalidRequestError(field, "an image", limit)
-    return InvalidRequestError(f"{field}.type", kind, '"text"; others are not supported yet')
+    return InvalidRequestError(f"{field}.type", kind, "text or an image")
 
 
 def _parse_arguments(field: str, message: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -24,8 +25,8 @@ TEXTS = {
 WORDS = {
     "image": "an image", "image_url": "an image", "input_image": "an image",
     "computer_screenshot": "an image", "document": "a document", "input_file": "a file",
-    "file": "a file", "container_upload": "a file", "input_audio": "a recording",
-    "tool_reference": "a tool",
+    "file": "a file", "container_upload": "a file", "input_audio": "a recording", "audio": "a recording",
+    "resource": "a file", "tool_reference": "a tool",
 }  # fmt: skip
 # Fields of other parts whose texts the model reads, in this order.
 FIELDS = (
@@ -34,6 +35,8 @@ FIELDS = (
     "error", "message",
 )  # fmt: skip
 MAX_DEPTH = 6
+MIN_FILE = 4096  # characters of a file as base64 text
+FILE = re.compile(r"(data:[^,]{0,200},)?[A-Za-z0-9+/_=\r\n-]*")
 MAX_TEXTS = 4096  # parts of one content
 
 
@@ -89,11 +92,13 @@ def words_of(
     if not isinstance(content, Mapping):
         return str(content)
     text = text_of(content) if mark_of is None else mark_of(content) or text_of(content)
+    if text is None and (inner := _inner(content)) is not None:
+        text = words_of(inner, depth + 1, mark_of=mark_of)
     if text is not None:
         return text
     kind = content.get("type")
     if not isinstance(kind, str):
-        return json.dumps(content, ensure_ascii=False, default=str)
+        return json.dumps(_without_files(content), ensure_ascii=False, default=str)
     said = (
         " ".join(islice(_texts(content, 0), MAX_TEXTS))
         if kind not in WORDS or kind == "tool_reference"
@@ -102,8 +107,38 @@ def words_of(
     if not (
         said or kind in WORDS or kind in TEXTS or "_" in kind
     ):  # the tool's own data, which happens to have a field `type`
-        return json.dumps(content, ensure_ascii=False, default=str)
+        return json.dumps(_without_files(content), ensure_ascii=False, default=str)
     return _named(WORDS.get(kind, kind[:40]), said)
+
+
+def _inner(content: Mapping[str, Any]) -> object:
+    """Return the content of a result of MCP, of a result inside a result, or of a document; None for another."""
+    kind, inner = content.get("type"), content.get("content")
+    if kind in (None, "tool_result") and isinstance(inner, list):
+        return inner
+    if kind == "resource" and isinstance(content.get("resource"), Mapping):
+        text = content["resource"].get("text")
+        return text if isinstance(text, str) else None
+    if kind == "document" and isinstance(source := content.get("source"), Mapping):
+        heads = [
+            content[name] for name in ("title", "context") if isinstance(content.get(name), str)
+        ]
+        inner = source.get("content")
+        return [*heads, *inner] if isinstance(inner, list) else None
+    return None
+
+
+def _without_files(value: object, depth: int = 0) -> object:
+    """Return data of a tool with words in place of files as base64 text."""
+    if isinstance(value, str):
+        return "[a file]" if len(value) > MIN_FILE and FILE.fullmatch(value) else value
+    if depth > MAX_DEPTH:
+        return value
+    if isinstance(value, list):
+        return [_without_files(item, depth + 1) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _without_files(item, depth + 1) for name, item in value.items()}
+    return value
 
 
 def in_words(kind: str) -> str:
@@ -134,11 +169,3 @@ def _texts(value: object, depth: int) -> Iterator[str]:
             return
         for name in FIELDS:
             yield from _texts(value.get(name), depth + 1)
-
-
-def parts_as_text(parts: Sequence[Any]) -> tuple[str, int | None]:
-    """Return the text of parts, one per line, and None; or "" and the index of the first part without text."""
-    texts = [text_of(part) for part in parts]
-    if None in texts:
-        return "", texts.index(None)
-    return "\n".join(map(str, texts)), None

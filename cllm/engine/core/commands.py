@@ -215,7 +215,7 @@ class SlotInfo:
         Seconds since its request was submitted.
     n_preemptions : int
     images : tuple of (int, int)
-        Positions `[start, end)` in the KV cache of each chunk of an image.
+        Rows `[start, end)` of each chunk of an image in the KV cache.
     """
 
     seq_id: int

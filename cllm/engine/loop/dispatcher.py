@@ -118,7 +118,7 @@ class Dispatcher:
     def submit(self, channel: Channel) -> None:
         """Send the request of a channel to the thread; its deltas arrive in the channel."""
         self._channels[channel.request_id] = channel
-        self._gate.n_pixel_bytes += channel.request.n_pixel_bytes
+        self._gate.hold_pixels(channel.request.n_pixel_bytes)
         self._inbox.put(AddRequest(channel.request))
 
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
@@ -212,7 +212,6 @@ class Dispatcher:
             reply.set(None, ended)
         self._channels.clear()
         self._embeddings.clear()
-        self._gate.n_pixel_bytes = 0
-        self._gate.wake()
+        self._gate.stop()
         self.answered.set()
         self.stopped.set()

@@ -23,10 +23,9 @@ from cllm.errors import InvalidRequestError, MissingExtraError
 DECODE_S = 20.0
 N_LAYOUTS = 1024  # sizes of images that are remembered
 N_AT_ONCE = 2  # requests whose images are decoded at the same time
-MAX_PROMPT_BYTES = 1 << 28  # of pixels, in one prompt
-MAX_OPEN_BYTES = (
-    1 << 30
-)  # of pixels, in open requests, beyond which no further request reads its images
+MAX_PROMPT_BYTES = 1 << 29  # of pixels, in one prompt
+# Bytes of pixels of open requests, beyond which the next request waits to read its images.
+MAX_OPEN_BYTES = 1 << 30
 
 
 class Pixels(NamedTuple):
@@ -82,29 +81,18 @@ class ImageReader:
                 await self._gate.wait_left()
             yield
 
-    async def read(self, named: NamedImage, n_bytes: int = 0) -> PromptImage:
+    async def read(self, named: NamedImage) -> PromptImage:
         """Return the rows of an image.
-
-        Parameters
-        ----------
-        n_bytes : int
-            Bytes of the pixels of the images before it in the prompt.
 
         Raises
         ------
         InvalidRequestError
-            The file cannot be read or decoded, the engine takes no such images, or the prompt has too many
-            pixels; the error names the field.
+            The file cannot be read or decoded, or the engine takes no such images; the error names its field.
         """
         try:
-            image = await self._read(named.image)
+            return await self._read(named.image)
         except InvalidRequestError as error:
-            raise named.error(error) from None
-        n_bytes += len(image.media.pixels)
-        if n_bytes > MAX_PROMPT_BYTES:
-            limit = f"at most {MAX_PROMPT_BYTES // 3} pixels in all images of a prompt"
-            raise InvalidRequestError(named.field, f"{n_bytes // 3} pixels", limit)
-        return image
+            raise named.with_field(error) from None
 
     async def _read(self, image: Image) -> PromptImage:
         if self._threads is None:  # a cancelled request leaves its turn before its thread has ended

@@ -19,7 +19,7 @@ from cllm.engine.chat.control_tokens import ControlTokens, Piece
 from cllm.engine.chat.readable import in_words
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.image import NamedImage
-from cllm.engine.loop.images import ImageReader
+from cllm.engine.loop.images import MAX_PROMPT_BYTES, ImageReader
 from cllm.engine.loop.request_call import (
     MixedPrompt,
     Prompt,
@@ -132,7 +132,7 @@ class PromptTokenizer:
                     tokens += await self.worker.run(partial(tokenize, part))
                     continue
                 try:
-                    image = await self.images.read(part, n_bytes)
+                    image = await self.images.read(part)
                 except InvalidRequestError:
                     if words is None or not part.is_optional:
                         raise
@@ -140,9 +140,12 @@ class PromptTokenizer:
                     continue
                 tokens += image.tokens
                 media.append(image.media)
-                n_bytes += len(image.media.pixels)
                 if len(tokens) > n_ctx:
                     raise PromptTooLongError(len(tokens), n_ctx)
+                n_bytes += len(image.media.pixels)
+                if n_bytes > MAX_PROMPT_BYTES:
+                    limit = f"at most {MAX_PROMPT_BYTES // 3} pixels in all images of a prompt"
+                    raise InvalidRequestError(part.field, f"{n_bytes // 3} pixels", limit)
         return tuple(tokens), tuple(media)
 
     async def _text_tokens(self, prompt: str, *, parse_special: bool = False) -> tuple[int, ...]:

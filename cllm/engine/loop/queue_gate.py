@@ -64,6 +64,15 @@ class QueueGate:
             self._since = self._clock()
         self.n_open += 1
 
+    def hold_pixels(self, n_bytes: int) -> None:
+        """Count the pixels of a request that has been submitted, until it leaves."""
+        self.n_pixel_bytes += n_bytes
+
+    def stop(self) -> None:
+        """Forget all pixels, and wake the tasks that wait: no request is served any more."""
+        self.n_pixel_bytes = 0
+        self.wake()
+
     def leave(self, *, is_served: bool = True, n_pixel_bytes: int = 0) -> None:
         """Remove a request; with `is_served=False` it does not count for `retry_after_s`."""
         self.n_pixel_bytes -= n_pixel_bytes

@@ -307,7 +307,7 @@ class ClientTools:
             name = ClientTool(kind, str(item.get("name") or ""), space).flat_name
         if kind == CUSTOM:
             arguments = {"input": item.get("input", "")}
-        elif kind in ("local_shell", "shell"):
+        elif kind in ("local_shell", "shell", "computer"):
             action = item.get("action")
             kept = dict(action) if isinstance(action, Mapping) else {}
             arguments = {key: v for key, v in kept.items() if v is not None and key != "type"}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from cllm import Image, InvalidRequestError, SamplingOptions, SamplingParams
-from cllm.engine.image_parts import image_of
+from cllm.engine.image_parts import TYPES, image_of
 from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
     MAX_BIASES,
@@ -60,9 +60,8 @@ def _prompts(data: object) -> object:
 def _image(part: object, field: str) -> Image | None:
     try:
         return image_of(part, field)
-    except (
-        InvalidRequestError
-    ) as error:  # a ValueError, in which pydantic would name the whole prompt
+    # A `ValueError`: pydantic would turn it into an error of the whole prompt.
+    except InvalidRequestError as error:
         raise problem_of(error) from None
 
 
@@ -83,7 +82,9 @@ def _prompt_with_images(data: object) -> object:
 def _text_with_media(text: object, media: object) -> list[object]:
     """Return texts and images by turns for a prompt of llama-server with `multimodal_data`."""
     field = "prompt.multimodal_data"
-    texts = text.split(MEDIA_MARKER) if isinstance(text, str) else [""]
+    if not isinstance(text, str):
+        raise invalid("prompt.prompt_string", "must be a text")
+    texts = text.split(MEDIA_MARKER)
     if not isinstance(media, list) or len(media) != len(texts) - 1:
         raise invalid(field, f"must have one file for each {MEDIA_MARKER} of prompt_string")
     parts: list[object] = [texts[0]]
@@ -159,7 +160,7 @@ Prompt = Annotated[
     BeforeValidator(_prompt),
     WithJsonSchema({"anyOf": [_TEXT, _TOKENS]}),
 ]
-_IMAGE = {"type": "object", "properties": {"type": {"type": "string", "enum": ["image_url"]}}}
+_IMAGE = {"type": "object", "properties": {"type": {"type": "string", "enum": [*TYPES]}}}
 PromptWithImages = Annotated[
     Any,
     BeforeValidator(_prompt_with_images),

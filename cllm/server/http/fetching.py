@@ -1,36 +1,47 @@
 """Images at http: and https: addresses, from the hosts that the operator allows.
 
 A client could make a server read what the client itself cannot reach: a service of the server's own network, or
-the metadata of a cloud (SSRF).  So only hosts of a list are asked.  Every connection goes to an address that was
-checked to be public, whatever a name resolves to at another time, and each redirect is checked in the same way.
+the metadata of a cloud (SSRF).  So images are fetched from hosts of a list alone.  Every connection goes to an
+address that was checked to be public, whatever a name resolves to at another time, and each redirect is checked
+in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urljoin, urlsplit
 
 import anyio
 
 from cllm import Image, InvalidRequestError
-from cllm.engine.image_parts import address_of
+from cllm.engine.image_parts import Address, address_of
+from cllm.server.http.problems import RETRY_AFTER_S, Problem
 
-MAX_BYTES = 20 << 20
+MAX_BYTES = 20 << 20  # of one image
+MAX_REQUEST_BYTES = 64 << 20  # of the images of one request
+MAX_OPEN_BYTES = 1 << 29  # of the images of open requests
+MAX_ADDRESSES = 64  # different ones in one request
 IMAGE_S, REQUEST_S = 10.0, 30.0  # seconds for one image, and for those of one request
 MAX_REDIRECTS = 3
-N_AT_ONCE = 4  # images that are fetched at the same time
+N_AT_ONCE, N_OF_REQUEST = (
+    64,
+    4,
+)  # images that are fetched at the same time, and those of one request
 MAX_DEPTH = 4  # lists inside each other in a content
 PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
+USER, RESULTS = "user", ("tool", "function")  # roles of messages that have images
 
 
 class RefusedError(Exception):
-    """An address that may not be asked; the text is the limit."""
+    """Raised for an address that is not fetched; the text becomes the limit of the error."""
 
 
 class Answer(NamedTuple):
-    """Answer of a host: its status, where it redirects to, and its content."""
+    """HTTP response: its status, its header Location, and its body."""
 
     status: int
     location: str
@@ -38,9 +49,10 @@ class Answer(NamedTuple):
 
 
 class Network(Protocol):
-    """A network that asks hosts; see `PublicNetwork`."""
+    """A network that fetches URLs; see `PublicNetwork`."""
 
-    async def get(self, url: str, n_bytes_max: int) -> Answer: ...
+    async def get(self, url: str, n_bytes_max: int) -> Answer:
+        """Return the response to a GET request; redirects are not followed."""
 
 
 class ImageFetcher:
@@ -49,7 +61,7 @@ class ImageFetcher:
     Parameters
     ----------
     hosts : sequence of str
-        Hosts that may be asked, in lower case, each perhaps with a port; "*": all of the public internet.
+        Hosts that are allowed, in lower case, each perhaps with a port; "*": all of the public internet.
     open_network : callable
         Returns the network; called before the first image is fetched.
     """
@@ -59,6 +71,8 @@ class ImageFetcher:
         self._open_network = open_network
         self._network: Network | None = None
         self._limiter = anyio.CapacityLimiter(N_AT_ONCE)
+        self._lock = threading.Lock()  # an image may be freed in any thread
+        self._n_bytes_open = 0
 
     async def with_images(self, messages: Sequence[Any]) -> Sequence[Any]:
         """Return messages with the images at addresses that they name; unchanged if no host is allowed.
@@ -66,77 +80,103 @@ class ImageFetcher:
         Raises
         ------
         InvalidRequestError
-            An image in a message of the user may not be fetched, or cannot be.  One in a result of a tool is
-            left as it is.
+            An image in a message of the user is not allowed, or cannot be fetched.  One in a result of a tool
+            is left as it is.
+        Problem
+            429: the images of open requests have too many bytes.
         """
         if not self._hosts:
             return messages
-        told = []
-        with anyio.CancelScope(deadline=anyio.current_time() + REQUEST_S) as scope:
-            for i, message in enumerate(messages):
-                if isinstance(message, Mapping) and isinstance(message.get("content"), list):
-                    is_kept = message.get("role") != "user"
-                    field = f"messages[{i}].content"
-                    content = await self._seen(message["content"], field, is_kept, 0)
-                    message = {**message, "content": content}
-                told.append(message)
-        if scope.cancelled_caught:
-            limit = f"addresses whose images come within {REQUEST_S:.0f} s"
-            raise InvalidRequestError("messages", "images", limit)
-        return told
+        addresses = {
+            found.url for message, i in _with_index(messages) for found in _found(message, i)
+        }
+        fetched = await self._fetch_all(sorted(addresses)) if addresses else {}
+        return [
+            {**message, "content": _replaced(message, i, fetched)}
+            if _has_parts(message)
+            else message
+            for message, i in _with_index(messages)
+        ]
 
-    async def _seen(self, part: Any, field: str, is_kept: bool, depth: int) -> Any:
-        """Return a part with the image that it names the address of; the same part for another."""
-        if isinstance(part, list) and depth < MAX_DEPTH:
-            return [
-                await self._seen(item, f"{field}[{k}]", is_kept, depth + 1)
-                for k, item in enumerate(part)
-            ]
-        found = address_of(part, field)
-        if found is None:
-            return part
-        try:
-            return {"type": "image", "image": Image(await self.fetch(found.url, found.field))}
-        except InvalidRequestError:
-            if is_kept:
-                return part
-            raise
-
-    async def fetch(self, url: str, field: str = "url") -> bytes:
-        """Return the content at an address.
+    async def fetch(self, url: str, field: str = "url") -> Image:
+        """Return the image at an address.
 
         Raises
         ------
         InvalidRequestError
-            It may not be asked, fails, takes too long, or has too much.
+            The address is not allowed, cannot be reached, takes more than 10 s, or has more than 20 MiB.
         """
-        try:
-            async with self._limiter:
-                with anyio.fail_after(IMAGE_S):
-                    return await self._fetch(url)
-        except RefusedError as error:
-            limit = str(error)
-        except TimeoutError:
-            limit = f"an address that answers within {IMAGE_S:.0f} s"
-        raise InvalidRequestError(field, url[:200], limit)
+        found = (await self._fetch_all([url]))[url]
+        if isinstance(found, Image):
+            return found
+        raise InvalidRequestError(field, url[:200], found)
 
-    async def _fetch(self, url: str) -> bytes:
+    async def _fetch_all(self, urls: Sequence[str]) -> dict[str, Image | str]:
+        """Return the image at each address, or the limit that the address does not keep."""
+        found: dict[str, Image | str] = {}
+        own = anyio.CapacityLimiter(N_OF_REQUEST)
+        deadline = anyio.current_time() + REQUEST_S
+        n_bytes = 0
+
+        async def fetch(url: str) -> None:
+            nonlocal n_bytes
+            late = (
+                f"an address that answers within {IMAGE_S:g} s, and {REQUEST_S:g} s with all others"
+            )
+            found[url] = late
+            with anyio.move_on_at(deadline):
+                async with own, self._limiter:
+                    with anyio.move_on_after(IMAGE_S):
+                        try:
+                            content = await self._content(url)
+                            n_bytes += len(content)
+                            if n_bytes > MAX_REQUEST_BYTES:
+                                limit = f"addresses with at most {MAX_REQUEST_BYTES} bytes in all"
+                                raise RefusedError(limit)
+                            found[url] = self._kept(Image(content))
+                        except RefusedError as error:
+                            found[url] = str(error)
+
+        async with anyio.create_task_group() as tasks:
+            for url in urls[:MAX_ADDRESSES]:
+                tasks.start_soon(fetch, url)
+        many = f"at most {MAX_ADDRESSES} addresses in a request"
+        found |= dict.fromkeys(urls[MAX_ADDRESSES:], many)
+        if self._n_bytes_open > MAX_OPEN_BYTES:
+            limit = f"the images of open requests have more than {MAX_OPEN_BYTES} bytes"
+            raise Problem(429, limit, headers={"Retry-After": str(RETRY_AFTER_S)})
+        return found
+
+    def _kept(self, image: Image) -> Image:
+        """Count the bytes of an image until it is freed."""
+        n_bytes = len(image.read())
+        self._count(n_bytes)
+        weakref.finalize(image, self._count, -n_bytes)
+        return image
+
+    def _count(self, n_bytes: int) -> None:
+        with self._lock:
+            self._n_bytes_open += n_bytes
+
+    async def _content(self, url: str) -> bytes:
         if self._network is None:
             self._network = self._open_network()
+        base = ""
         for _ in range(MAX_REDIRECTS + 1):
-            answer = await self._network.get(self._checked(url), MAX_BYTES)
+            url = self._checked(base, url)
+            answer = await self._network.get(url, MAX_BYTES)
             if answer.status == 200 and answer.content:
                 return answer.content
             if answer.status not in REDIRECTS:
                 told = f"{answer.status} and {len(answer.content)} bytes"
                 raise RefusedError(f"an address of an image (its host answers with {told})")
-            url = urljoin(url, answer.location)
+            base, url = url, answer.location
         raise RefusedError(f"an address with at most {MAX_REDIRECTS} redirects")
 
-    def _checked(self, url: str) -> str:
-        """Return an address that may be asked, without its fragment."""
+    def _checked(self, base: str, url: str) -> str:
+        """Return an address that is allowed, relative to `base`, without its fragment."""
         try:
-            where = urlsplit(url)
+            where = urlsplit(urljoin(base, url.strip()))
             host, port = (where.hostname or "").rstrip("."), where.port
         except ValueError:
             raise RefusedError("an http: or https: address") from None
@@ -145,7 +185,49 @@ class ImageFetcher:
         if where.username is not None or where.password is not None:
             raise RefusedError("an address without a user")
         is_usual = port in (None, PORTS[where.scheme])
-        names = {host, "*"} if is_usual else {f"{host}:{port}"}
-        if not names & self._hosts:
-            raise RefusedError("an address of a host that the server asks (--image-host)")
+        names = {host, "*"} if is_usual else set()
+        if not ({*names, f"{host}:{port or PORTS[where.scheme]}"} & self._hosts):
+            raise RefusedError("an address of a host that --image-host allows")
         return where._replace(fragment="").geturl()
+
+
+# --- Messages ------------------------------------------------------------------------------------
+def _with_index(messages: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    return ((message, i) for i, message in enumerate(messages))
+
+
+def _has_parts(message: Any) -> bool:
+    if not isinstance(message, Mapping) or message.get("role") not in (USER, *RESULTS):
+        return False
+    return isinstance(message.get("content"), list | Mapping)
+
+
+def _found(message: Any, i: int) -> Iterator[Address]:
+    """Yield the addresses of images in a message."""
+    left = [(message["content"], f"messages[{i}].content", 0)] if _has_parts(message) else []
+    while left:
+        part, field, depth = left.pop()
+        if isinstance(part, list):
+            inner = part if depth < MAX_DEPTH else []
+            left += [(item, f"{field}[{k}]", depth + 1) for k, item in enumerate(inner)]
+        elif (found := address_of(part, field)) is not None:
+            yield found
+
+
+def _replaced(message: Mapping[str, Any], i: int, fetched: Mapping[str, Image | str]) -> Any:
+    """Return the content of a message with images in place of their addresses."""
+
+    def replaced(part: Any, field: str, depth: int) -> Any:
+        if isinstance(part, list) and depth < MAX_DEPTH:
+            return [replaced(item, f"{field}[{k}]", depth + 1) for k, item in enumerate(part)]
+        found = None if isinstance(part, list) else address_of(part, field)
+        if found is None:
+            return part
+        image = fetched[found.url]
+        if isinstance(image, Image):
+            return {"type": "image", "image": image}
+        if message["role"] == USER:
+            raise InvalidRequestError(found.field, found.url[:200], image)
+        return part
+
+    return replaced(message["content"], f"messages[{i}].content", 0)

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.server.config import ServerConfig, is_loopback
 from cllm.server.http.problems import RETRY_AFTER_S, Problem, overflow
 
-# A body of more than the first number is large; those of open requests have at most the second together.
-SMALL_BYTES, LARGE_BYTES = 1 << 20, 1 << 29
+SMALL_BYTES = 1 << 20  # a larger body counts towards `LARGE_BYTES`
+LARGE_BYTES = 1 << 29  # of all large bodies of open requests
 STATIC_URL = "/static"
 PAGE_URL = "/page"
 # Documentation is no secret, and a browser cannot send a key with its first request.
@@ -73,7 +73,10 @@ class Limits:
             finally:
                 if body.n_bytes_large:
                     self._n_bytes_large -= body.n_bytes_large
-                    gc.collect()  # an error refers to frames that refer to it and to the body
+                    # A rejected body stays alive in a cycle: error, traceback, frame, error.  In `cllm serve`,
+                    # which has frozen all that lives long, the search for cycles takes no time.
+                    if gc.get_freeze_count():
+                        gc.collect()
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -132,7 +135,7 @@ class Limits:
         return overflow(f"{limit}, see --max-body-bytes", None, status=413)
 
     def _bounded(self, receive: Receive, body: _Body) -> Receive:
-        """Return a `receive` that rejects a body that is too large or too slow, and one of too many large ones."""
+        """Return a `receive` that rejects a body that is too large, too slow, or one of too many large ones."""
         is_complete = False
         deadline = float("inf")
 

@@ -1,7 +1,7 @@
 // Chats: kept in this browser, answered by the server, several answers side by side.
 
 import { markdown, node } from "./markdown.js";
-import { contentOf, pickPictures, picturesOf, setPictures, textOf } from "./pictures.js";
+import { contentOf, hasPictures, pickPictures, picturesOf, setPictures, textOf } from "./pictures.js";
 import { ask, errorOf, eventsOf } from "./server.js";
 
 const CHATS = "cllm.chats";
@@ -97,9 +97,8 @@ function titleOf(chat) {
 // --- What is asked --------------------------------------------------------------------------
 function send() {
   const text = element("prompt").value;
-  if (running) return;
+  if (running || !(text.trim() || hasPictures())) return;
   const content = contentOf(text, pickPictures());
-  if (!content.length || (typeof content === "string" && !text.trim())) return;
   element("prompt").value = "";
   current.messages.push({ role: "user", content });
   keep();

@@ -77,16 +77,16 @@ export function drawLanes(canvas, extents, slots) {
   }
   // Light stripes: rows of images.
   context.fillStyle = colour("back");
-  let nImages = 0;
+  let nRows = 0;
   for (const slot of busy) {
     const y = GAP + lanes.get(slot.seq_id) * (LANE + GAP);
     for (const [start, end] of slot.images) {
-      nImages++;
+      nRows += end - start;
       for (let x = start * unit; x < end * unit; x += STRIPE) context.fillRect(LABEL + x, y + 2, 1, LANE - 4);
     }
   }
   const shared = extents.filter((extent) => extent[3].length > 1).reduce((sum, extent) => sum + extent[1] - extent[0], 0);
-  canvas.setAttribute("aria-label", `${busy.length} sequences, the longest of ${last} positions; ${shared} positions are shared${nImages ? `; ${nImages} images` : ""}`);
+  canvas.setAttribute("aria-label", `${busy.length} sequences, the longest of ${last} positions; ${shared} positions are shared${nRows ? `; ${nRows} rows of images` : ""}`);
 }
 
 /** Rows of each tick upwards, its time downwards. */

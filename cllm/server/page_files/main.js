@@ -45,11 +45,18 @@ startChat();
 const status = document.getElementById("status");
 const AGAIN_MS = 1000;
 
-/** What the server says of itself, as soon as it is ready. */
+/** Wait until the server is ready, and return its health. */
 async function ready() {
+  let shown = null;
   for (;;) {
-    const health = await (await ask("health")).json().catch(() => ({}));
-    status.textContent = health.status === "ok" ? "" : (health.reason ?? health.status ?? "");
+    let health = {};
+    try {
+      health = await (await ask("health")).json();
+    } catch {
+      health.reason = "The server does not answer.";
+    }
+    const text = health.status === "ok" ? "" : (health.reason ?? health.status ?? "");
+    if (text !== shown) status.textContent = shown = text;
     if (health.status === "ok") return health;
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
@@ -60,5 +67,5 @@ document.getElementById("model").textContent = health.model ?? "";
 const names = Object.keys(health.models ?? {});
 document.getElementById("model-name").append(...names.map((name) => new Option(name)));
 document.getElementById("model-choice").hidden = !names.length;
-// Of several models, each says itself if it takes no pictures.
+// With several models, the server rejects pictures for one that takes none.
 if (names.length || health.modalities?.includes("image")) takePictures();

@@ -9,11 +9,10 @@ const N_MAX = 16; // of one message
 const element = (id) => document.getElementById(id);
 
 let pictures = []; // data: URLs
-let isTaken = false; // the model sees pictures
+let nMessages = 0; // for which pictures were picked: a file that is read later than its message is left out
 
 /** Take pictures by button, paste and drop from now on. */
 export function takePictures() {
-  isTaken = true;
   const chooser = element("picture-files");
   element("add-picture").hidden = false;
   element("add-picture").addEventListener("click", () => chooser.click());
@@ -41,16 +40,20 @@ export function takePictures() {
   });
 }
 
+/** Whether the message that is being written has pictures. */
+export const hasPictures = () => pictures.length > 0;
+
 /** The pictures of the message that is being written, which has none from then on. */
 export function pickPictures() {
   const picked = pictures;
+  nMessages++;
   setPictures([]);
   return picked;
 }
 
 /** Let the message that is being written have these pictures. */
 export function setPictures(urls) {
-  pictures = isTaken ? urls : [];
+  pictures = urls;
   const remove = (index) => {
     setPictures(pictures.filter((_, other) => other !== index));
     element("prompt").focus();
@@ -67,20 +70,25 @@ export function setPictures(urls) {
   );
 }
 
-/** Add files; the list of them is empty as soon as its event is over. */
+/** Add files.  The list is copied: the browser empties it after the event. */
 async function add(list) {
   const files = [...list];
+  const message = nMessages;
   for (const file of files) {
+    let url;
+    try {
+      url = await urlOf(file);
+    } catch {
+      element("status").textContent = `${file.name || "This file"} is no picture that this browser can read.`;
+      continue;
+    }
+    if (message !== nMessages) return;
     if (pictures.length >= N_MAX) {
       element("status").textContent = `A message has at most ${N_MAX} pictures.`;
       return;
     }
-    try {
-      setPictures([...pictures, await urlOf(file)]);
-      element("status").textContent = "";
-    } catch {
-      element("status").textContent = `${file.name || "This file"} is no picture that this browser can read.`;
-    }
+    element("status").textContent = "";
+    setPictures([...pictures, url]);
   }
 }
 
@@ -88,7 +96,10 @@ async function add(list) {
 async function urlOf(file) {
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
-  if (scale === 1 && file.size <= KEPT_BYTES && KEPT_TYPES.includes(file.type)) return read(file);
+  if (scale === 1 && file.size <= KEPT_BYTES && KEPT_TYPES.includes(file.type)) {
+    bitmap.close();
+    return read(file);
+  }
   const canvas = node("canvas");
   canvas.width = Math.max(1, Math.round(bitmap.width * scale));
   canvas.height = Math.max(1, Math.round(bitmap.height * scale));
@@ -96,6 +107,7 @@ async function urlOf(file) {
   context.fillStyle = "white"; // behind what is transparent: JPEG has no such parts
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  bitmap.close();
   return canvas.toDataURL("image/jpeg", 0.9);
 }
 

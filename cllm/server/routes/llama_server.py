@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -203,16 +202,16 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
             for number in range(n * len(prompts))
         ]
 
-    form = OutputForm(state.model_name, body, params, n * len(prompts))
+    given = [prompt for prompt in prompts for _ in range(n)]
+    form = OutputForm(state.model_name, body, params, given)
     return answer(state, form, open_streams, observation, request_id, is_streamed=bool(body.stream))
 
 
-async def _shown(engine: Engine, prompt: Sequence[int]) -> str:
-    """Return a prompt as text, with `MEDIA_MARKER` in place of rows of images."""
-    runs = [(is_image, [*run]) for is_image, run in groupby(prompt, lambda token: token < 0)]
-    return "".join(
-        [MEDIA_MARKER if is_image else await engine.detokenize(run) for is_image, run in runs]
-    )
+async def _prompt_text(engine: Engine, given: Prompt, token_ids: Sequence[int]) -> str:
+    """Return a prompt as text, with `MEDIA_MARKER` in place of each image."""
+    if isinstance(given, str) or not any(isinstance(part, Image) for part in given):
+        return await engine.detokenize(token_ids)
+    return "".join(part if isinstance(part, str) else MEDIA_MARKER for part in given)
 
 
 def _part(index: int, text: str, delta: TokenDelta, output: Lines) -> dict[str, Any]:
@@ -233,15 +232,20 @@ class OutputForm(AnswerForm):
     """Form of the answers of `/completion` and `/infill`, as llama-server's."""
 
     def __init__(
-        self, model_name: str, body: LlamaServerFields, params: SamplingParams, n_outputs: int
+        self,
+        model_name: str,
+        body: LlamaServerFields,
+        params: SamplingParams,
+        given: Sequence[Prompt],
     ) -> None:
+        self._given = given
         self._model_name = model_name
         self._body = body
         self._params = params
         self._is_prompt_only = body.n_predict == 0
         max_s = body.t_max_predict_ms / 1000
-        self._lines = [Lines(body.n_indent, max_s) for _ in range(n_outputs)]
-        self._prompts = [""] * n_outputs
+        self._lines = [Lines(body.n_indent, max_s) for _ in given]
+        self._prompts = [""] * len(given)
         self.reads_deltas: bool = bool(body.n_indent or max_s)
 
     def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
@@ -267,7 +271,10 @@ class OutputForm(AnswerForm):
         """See `AnswerForm`."""
         wanted = self._body.response_fields
         if wanted is None or any(path.split("/")[0] == "prompt" for path in wanted):
-            self._prompts = [await _shown(engine, one.prompt_token_ids) for one in done]
+            self._prompts = [
+                await _prompt_text(engine, given, one.prompt_token_ids)
+                for given, one in zip(self._given, done, strict=True)
+            ]
 
     def end(self, done: Sequence[Completion]) -> Iterator[Event]:
         """See `AnswerForm`."""

@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
+from cllm.engine import image_parts
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat, as_delta, hinted
 from cllm.server.answers.client_tools import ClientTools
@@ -31,7 +32,6 @@ BILLING = "x-anthropic-billing-header"
 SIGNATURE = "cllm"
 # Types of a user's blocks that become content of the message.
 USER_BLOCKS = ("text", "image", "document", "search_result")
-OPENAI_BLOCKS = ("image_url", "input_image", "computer_screenshot")  # read as well
 
 
 class CountBody(Body):
@@ -196,7 +196,7 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":
                 pass  # it is encrypted: only Anthropic's servers can read it
-            case kind if role == "assistant" or kind in (*USER_BLOCKS, *OPENAI_BLOCKS):
+            case kind if role == "assistant" or kind in (*USER_BLOCKS, *image_parts.TYPES):
                 if kind == "text":
                     _text(name, block)
                 parts.append(block)

@@ -37,10 +37,11 @@ Event = tuple[str, dict[str, Any]]
 CALLS = {
     "function_call": FUNCTION, "custom_tool_call": CUSTOM, "local_shell_call": "local_shell",
     "shell_call": "shell", "apply_patch_call": "apply_patch", "tool_search_call": "tool_search",
+    "computer_call": "computer",
 }  # fmt: skip
 RESULTS = frozenset(
     ["function_call_output", "custom_tool_call_output", "local_shell_call_output",
-     "shell_call_output", "apply_patch_call_output", "tool_search_output"]
+     "shell_call_output", "apply_patch_call_output", "tool_search_output", "computer_call_output"]
 )  # fmt: skip
 # Types of items that add no message to the chat.
 DIRECTIVES = frozenset(
