@@ -132,6 +132,7 @@ async def test_images_are_seen_in_any_form_of_a_result_and_no_file_becomes_text(
     results: list[tuple[Any, int]] = [
         ({"content": [text, image], "isError": False}, 1),  # the result of MCP as it is
         ([{"content": [image, image]}], 2),
+        ({"content": ["Seen:"], "total": 5}, 0),  # data of a tool
         ([{"type": "tool_result", "content": [text, image]}], 1),
         ([{"type": "document", "title": "T", "source": {"type": "content", "content": [text, image]}}], 1),
         ([{"type": "resource", "resource": {"mimeType": "image/png", "blob": PNG}}], 1),

@@ -34,6 +34,8 @@ FIELDS = (
     "arguments", "text", "content", "output", "outputs", "stdout", "stderr", "logs", "results",
     "error", "message",
 )  # fmt: skip
+# Fields of the result of a tool of MCP.
+RESULT_FIELDS = {"content", "isError", "structuredContent", "_meta"}
 MAX_DEPTH = 6
 MIN_FILE = 4096  # characters of a file as base64 text
 FILE = re.compile(r"(data:[^,]{0,200},)?[A-Za-z0-9+/_=\r\n-]*")
@@ -114,7 +116,8 @@ def words_of(
 def _inner(content: Mapping[str, Any]) -> object:
     """Return the content of a result of MCP, of a result inside a result, or of a document; None for another."""
     kind, inner = content.get("type"), content.get("content")
-    if kind in (None, "tool_result") and isinstance(inner, list):
+    is_result = kind == "tool_result" or content.keys() <= RESULT_FIELDS
+    if is_result and isinstance(inner, list):
         return inner
     if kind == "resource" and isinstance(content.get("resource"), Mapping):
         text = content["resource"].get("text")

@@ -26,10 +26,8 @@ MAX_OPEN_BYTES = 1 << 29  # of the images of open requests
 MAX_ADDRESSES = 64  # different ones in one request
 IMAGE_S, REQUEST_S = 10.0, 30.0  # seconds for one image, and for those of one request
 MAX_REDIRECTS = 3
-N_AT_ONCE, N_OF_REQUEST = (
-    64,
-    4,
-)  # images that are fetched at the same time, and those of one request
+N_AT_ONCE = 64  # images that are fetched at the same time
+N_OF_REQUEST = 4  # those of one request among them
 MAX_DEPTH = 4  # lists inside each other in a content
 PORTS = {"http": 80, "https": 443}
 REDIRECTS = (301, 302, 303, 307, 308)
