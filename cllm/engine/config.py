@@ -297,7 +297,7 @@ class EngineConfig:
         `embed`, `rerank` and `classify` in the same thread: streams keep their pace.  None: the model that
         generates.
     mmproj : str or Path, optional
-        The projector file with which the model takes images, or hf:USER/REPO/FILE.  "auto": the file
+        The projector file with which the model takes images, hf:USER/REPO/FILE, or auto: the file
         `mmproj*.gguf` in the folder or in the repository of the model, if there is one.  Images are encoded in
         a thread of their own, in turns with the decodes.
     mmproj_offload : bool
