@@ -297,9 +297,9 @@ class EngineConfig:
         `embed`, `rerank` and `classify` in the same thread: streams keep their pace.  None: the model that
         generates.
     mmproj : str or Path, optional
-        The projector file with which the model takes images, hf:USER/REPO/FILE, or auto: the file
-        `mmproj*.gguf` in the folder or in the repository of the model, if there is one.  Images are encoded in
-        a thread of their own, in turns with the decodes.
+        The projector with which the model takes images: a file, hf:USER/REPO/FILE, or auto, the one of the
+        model's folder or repository.  With "auto" there may be none: the file is `mmproj*.gguf`.  Images are
+        encoded in a thread of their own, in turns with the decodes.
     mmproj_offload : bool
         Encode images on a GPU, if there is one.
     image_min_tokens : int, optional
