@@ -144,8 +144,10 @@ async def _try(engine: Engine, file: File, found: Findings) -> None:
     try:
         await engine.generate(["look: ", Image(file.data)], temperature=0, max_tokens=1)
         outcome = "answered"
-    except cllm.PromptTooLongError:
+    except cllm.PromptTooLongError as error:
         outcome = "rejected"
+        if file.damage != FLIPPED:
+            found.wrong.append(f"{file.damage}, {file.format}: {error}")
     except (InvalidRequestError, cllm.InvalidArgumentError) as error:
         outcome = "rejected"
         if error.field not in ("image", "prompt[1]"):  # of `Image`, and of a request
