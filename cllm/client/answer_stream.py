@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -47,6 +47,7 @@ class AnswerStream:
         Number of times, at most 8, that it continued after a server failed or a connection was lost.
     """
 
+    # `complete` returns the prompt and its keys, in a worker thread, before the request is submitted.
     def __init__(
         self,
         replicas: Replicas,
@@ -56,6 +57,7 @@ class AnswerStream:
         generated: Sequence[int],
         timeout: float | None,
         keys: Sequence[Key],
+        complete: Callable[[], tuple[dict[str, Any], Sequence[Key]]] | None = None,
     ) -> None:
         self.request_id = request_id
         self.n_moves: int = 0
@@ -64,6 +66,8 @@ class AnswerStream:
         self._generated = list(generated)
         self._timeout = timeout
         self._keys = keys
+        self._complete = complete
+        self._is_large = complete is not None
         self._answer = CompletionBuilder()
         self._submitted: float | None = None
         self._is_begun = False  # a server has served it
@@ -179,6 +183,12 @@ class AnswerStream:
         is_first = self._submitted is None
         if self._submitted is None:
             self._submitted = now
+        if self._complete is not None:
+            told, self._keys = await anyio.to_thread.run_sync(
+                self._complete, abandon_on_cancel=True
+            )
+            self._body |= told
+            self._complete = None
         body = {**self._body, "generated": [*self._generated, *self._answer.token_ids]}
         if self._timeout is not None:
             left_s = self._timeout - (now - self._submitted)
@@ -195,6 +205,7 @@ class AnswerStream:
                 keys=self._keys,
                 but=self._server,
                 is_begun=self._is_begun,
+                is_large=self._is_large,
             )
         if self._response is None:
             assert scope.cancelled_caught

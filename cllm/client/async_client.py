@@ -7,6 +7,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -111,7 +112,11 @@ class AsyncClient(Generates[AnswerStream]):
         if not REQUEST_ID.fullmatch(call.request_id):
             limit = "1 to 128 letters, digits, '.', '_', ':' and '-'"
             raise InvalidRequestError("request_id", call.request_id, limit)
-        body = {**self._model, **_prompt_of(call), **_sampling_of(call), "priority": call.priority}
+        has_images = isinstance(call.prompt, MixedPrompt) or (
+            isinstance(call.prompt, ChatPrompt) and call.prompt.marks is not None
+        )
+        prompt = {} if has_images else _prompt_of(call)
+        body = {**self._model, **prompt, **_sampling_of(call), "priority": call.priority}
         if call.lora is not None:
             body["lora"] = dict(call.lora)
         if call.tenant:
@@ -122,8 +127,14 @@ class AsyncClient(Generates[AnswerStream]):
             request_id=call.request_id,
             generated=call.generated,
             timeout=call.timeout,
-            keys=self._session or keys_of(prompt_bytes(body)),
+            keys=() if has_images else self._session or keys_of(prompt_bytes(body)),
+            complete=partial(self._prompt_and_keys, call) if has_images else None,
         )
+
+    def _prompt_and_keys(self, call: RequestCall) -> tuple[dict[str, Any], Sequence[Key]]:
+        """Return the fields of a body with the prompt, and its keys.  Worker thread: it reads files of images."""
+        prompt = _prompt_of(call)
+        return prompt, self._session or keys_of(prompt_bytes(prompt))
 
     @property
     def _n_at_once(self) -> int:

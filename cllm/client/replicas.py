@@ -76,6 +76,7 @@ class Replicas:
         keys: Sequence[Key] = (),
         but: str | None = None,
         is_begun: bool = False,
+        is_large: bool = False,
     ) -> tuple[str, httpx.Response]:
         """POST to the servers in turn until one returns 200; return its URL and the response.
 
@@ -89,6 +90,8 @@ class Replicas:
             URL of a server that has just failed: it is asked last.
         is_begun : bool
             True if the request continues an answer: it then waits up to `patience_s` for a full queue.
+        is_large : bool
+            True if the body has images: it is encoded in a worker thread.
 
         Raises
         ------
@@ -99,7 +102,7 @@ class Replicas:
         """
         until = time.monotonic() + self._patience_s
         pause_s = FIRST_PAUSE_S
-        content = _encoded(body)
+        content = await anyio.to_thread.run_sync(_encoded, body) if is_large else _encoded(body)
         if but is not None:
             self._avoid(but)
         while True:

@@ -644,8 +644,18 @@ async def test_images_are_sent_to_servers_and_give_what_an_engine_gives(
         assert caught.value.field == "prompt[1]"
 
 
-async def test_a_stream_with_an_image_moves_to_another_server(seeing: Server) -> None:
+async def test_a_stream_with_an_image_moves_to_another_server(
+    seeing: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt: list[Any] = ["count: ", Image(picture(3))]
+    threads: list[threading.Thread] = []
+    data_url = Image.data_url
+
+    def in_a_thread(image: Image) -> str:
+        threads.append(threading.current_thread())
+        return data_url(image)
+
+    monkeypatch.setattr(Image, "data_url", in_a_thread)
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
     with cutting(seeing.url) as proxy:
         proxy.cuts.append(2000)
@@ -655,3 +665,6 @@ async def test_a_stream_with_an_image_moves_to_another_server(seeing: Server) ->
                 moved = await stream.completion()
     assert stream.n_moves >= 1
     assert moved.token_ids == expected.token_ids
+    # Files are read and encoded once for each request, and not in the event loop.
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
