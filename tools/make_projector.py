@@ -1,4 +1,4 @@
-"""Write random-weight projectors (mmproj files): encoders of images for tests and benchmarks.
+"""Write random-weight projectors (mmproj files): encoders of images and audio for tests and benchmarks.
 
 A file is written to the directory of `make_model`'s models.  Writing it again gives the same bytes.
 
@@ -138,6 +138,29 @@ PROJECTORS: dict[str, Projector] = {
     "llava": Projector("64 rows, whatever the image; causal", "mlp", "tiny-llama", _llava),
 }  # fmt: skip
 
+STACK = 30  # frames that become a row
+
+
+def _ultravox(draw: Draw, n: int, n_text: int) -> Tensors:
+    n_hidden = 2 * n_text
+    return {
+        "mm.a.norm_pre.weight": np.ones(STACK * n, np.float32),
+        "mm.a.mlp.1.weight": draw(2 * n_hidden, STACK * n),
+        "mm.a.norm_mid.weight": np.ones(n_hidden, np.float32),
+        "mm.a.mlp.2.weight": draw(n_text, n_hidden),
+    }
+
+
+# Of audio: 50 rows for each 30 s, at 16 kHz.
+AUDIO: dict[str, Projector] = {
+    "ultravox": Projector(
+        "50 rows for each 30 s of audio; causal", "ultravox", "tiny-llama", _ultravox,
+        {"num_mel_bins": 16, "projector.stack_factor": STACK}),
+    "ultravox-mrope": Projector(
+        "the same, for a model with M-RoPE", "ultravox", "tiny-qwen2vl", _ultravox,
+        {"num_mel_bins": 16, "projector.stack_factor": STACK}),
+}  # fmt: skip
+
 # An encoder of the size of SigLIP-base.
 _SIGLIP_BASE = Encoder(768, 12, 12, 224, 16, 4, np.float16)
 # For other text models than the tiny ones.
@@ -151,6 +174,34 @@ OTHERS: dict[str, Projector] = {
         "rows follow the size of the image; for qwen3.5-wide", "qwen2vl_merger", "qwen3.5-wide", _qwen2vl,
         encoder=_SIGLIP_BASE, n_embd_text=2048),
 }  # fmt: skip
+
+
+N_FRAMES = 3000  # of 30 s
+
+
+def _audio_tensors(projector: Projector, draw: Draw) -> Tensors:
+    """Return every tensor of an encoder of audio, in the order of the file."""
+    e, n_mel = projector.encoder, projector.metadata["num_mel_bins"]
+    n, n_ff = e.n_embd, e.ff_factor * e.n_embd
+    tensors: Tensors = {}
+    for i, n_in in enumerate((n_mel, n), start=1):
+        tensors[f"a.conv1d.{i}.weight"] = draw(n, n_in, 3).astype(np.float16)
+        tensors[f"a.conv1d.{i}.bias"] = np.zeros((n, 1), np.float32)
+    tensors["a.position_embd.weight"] = draw(N_FRAMES // 2, n)
+    shapes = {
+        "attn_q": (n, n), "attn_k": (n, n), "attn_v": (n, n), "attn_out": (n, n),
+        "ffn_up": (n_ff, n), "ffn_down": (n, n_ff),
+    }  # fmt: skip
+    for i in range(e.n_layer):
+        for name, shape in shapes.items():
+            tensors[f"a.blk.{i}.{name}.weight"] = draw(*shape)
+            if name != "attn_k":  # as in Whisper
+                tensors[f"a.blk.{i}.{name}.bias"] = np.zeros(shape[0], np.float32)
+        for name in ("ln1", "ln2"):
+            weight, bias = _norm(n)
+            tensors[f"a.blk.{i}.{name}.weight"], tensors[f"a.blk.{i}.{name}.bias"] = weight, bias
+    tensors["a.post_ln.weight"], tensors["a.post_ln.bias"] = _norm(n)
+    return tensors | projector.projection(draw, n, projector.n_embd_text)
 
 
 def _tensors(projector: Projector, draw: Draw) -> Tensors:
@@ -194,22 +245,26 @@ def _norm(n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _write(path: Path, projector: Projector) -> None:
-    e = projector.encoder
+    e, is_audio = projector.encoder, projector in AUDIO.values()
+    kind = "audio" if is_audio else "vision"
     keys = {
         "embedding_length": e.n_embd, "attention.head_count": e.n_head,
-        "feed_forward_length": e.ff_factor * e.n_embd, "block_count": e.n_layer, "image_size": e.side,
-        "patch_size": e.patch, "projection_dim": projector.n_embd_text, **projector.metadata,
+        "feed_forward_length": e.ff_factor * e.n_embd, "block_count": e.n_layer,
+        "projection_dim": projector.n_embd_text, **projector.metadata,
     }  # fmt: skip
+    if not is_audio:
+        keys |= {"image_size": e.side, "patch_size": e.patch}
     with contextlib.closing(gguf.GGUFWriter(path, "clip")) as writer:
-        writer.add_bool("clip.has_vision_encoder", True)
+        writer.add_bool(f"clip.has_{kind}_encoder", True)
         writer.add_string("clip.projector_type", projector.kind)
         writer.add_bool("clip.use_gelu", True)
         for key, value in keys.items():
-            writer.add_uint32(f"clip.vision.{key}", value)
-        writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-        for key in ("image_mean", "image_std"):
+            writer.add_uint32(f"clip.{kind}.{key}", value)
+        writer.add_float32(f"clip.{kind}.attention.layer_norm_epsilon", 1e-6)
+        for key in () if is_audio else ("image_mean", "image_std"):
             writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
-        for name, values in _tensors(projector, Draw()).items():
+        tensors = (_audio_tensors if is_audio else _tensors)(projector, Draw())
+        for name, values in tensors.items():
             writer.add_tensor(name, values)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -225,7 +280,7 @@ def ensure(name: str, directory: Path | None = None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".making-") as scratch:
         draft = Path(scratch) / path.name
-        _write(draft, {**PROJECTORS, **OTHERS}[name])
+        _write(draft, {**PROJECTORS, **AUDIO, **OTHERS}[name])
         os.replace(draft, path)
     return path
 

@@ -67,7 +67,9 @@ bool mtmd_decode_use_non_causal(const struct mtmd_context * ctx, const struct mt
 bool mtmd_decode_use_mrope(const struct mtmd_context * ctx);
 bool mtmd_support_vision(const struct mtmd_context * ctx);
 bool mtmd_support_audio(const struct mtmd_context * ctx);
+int32_t mtmd_get_audio_sample_rate(const struct mtmd_context * ctx);
 struct mtmd_bitmap * mtmd_bitmap_init(uint32_t nx, uint32_t ny, const uint8_t * data);
+struct mtmd_bitmap * mtmd_bitmap_init_from_audio(size_t n_samples, const float * data);
 void mtmd_bitmap_free(struct mtmd_bitmap * bitmap);
 struct mtmd_input_chunks * mtmd_input_chunks_init(void);
 size_t mtmd_input_chunks_size(const struct mtmd_input_chunks * chunks);
@@ -92,7 +94,7 @@ void mtmd_log_set(ggml_log_callback log_callback, void * user_data);
 
 RELEASES_GIL = frozenset({
     "mtmd_init_from_file", "mtmd_free", "mtmd_tokenize_from_parts", "mtmd_batch_encode",
-    "mtmd_bitmap_init", "mtmd_bitmap_free", "mtmd_input_chunk_copy", "mtmd_input_chunk_free",
+    "mtmd_bitmap_init", "mtmd_bitmap_init_from_audio", "mtmd_bitmap_free", "mtmd_input_chunk_copy", "mtmd_input_chunk_free",
     "mtmd_input_chunks_free",
 })  # fmt: skip
 

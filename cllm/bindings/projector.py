@@ -1,4 +1,4 @@
-"""Projector: the encoder of images of one text model, and the pieces that it cuts an image into."""
+"""Projector: the encoder of images and audio of one text model, and the pieces that it cuts them into."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from cllm.errors import (
 # Largest side of an image, in pixels.  Some preprocessors count bytes in an int.
 MAX_SIDE = 1 << 14
 MAX_PIXELS = 1 << 26
+# One sample aborts libmtmd.  The upper limit is 35 minutes at 16 kHz.
+MIN_SAMPLES, MAX_SAMPLES = 2, 1 << 25
 # libmtmd multiplies the number of rows by the area of a patch, in an int.
 MAX_TOKENS = 1 << 16
 _TRIAL_SIZE = 64, 64
@@ -71,7 +73,7 @@ class RowPositions(NamedTuple):
 
 
 class MediaChunk(NativeHandle):
-    """One image, or one tile of an image, as `Projector.split` prepares it; not yet encoded.
+    """One image, one tile of an image, or one piece of a recording, as a `Projector` prepares it; not yet encoded.
 
     Attributes
     ----------
@@ -97,10 +99,13 @@ class MediaChunk(NativeHandle):
             self.rows_at: RowPositions = self._measure_positions(pointer)
 
     def _measure_positions(self, pointer: Any) -> RowPositions:
-        if not self._has_mrope:
-            first = np.arange(self.n_tokens, dtype=np.int32)
-            return RowPositions(first, np.ones_like(first))
         lib = media_library()
+        first = np.arange(self.n_tokens, dtype=np.int32)
+        if not self._has_mrope:
+            return RowPositions(first, np.ones_like(first))
+        if lib.mtmd_input_chunk_get_type(pointer) == m.ChunkType.AUDIO:  # as tokens have them
+            first = np.tile(first, (4, 1))
+            return RowPositions(first, np.ones_like(first))
         tokens = lib.mtmd_input_chunk_get_tokens_image(pointer)
         of = [
             [lib.mtmd_image_tokens_get_decoder_pos(tokens, p0, i) for i in range(self.n_tokens)]
@@ -151,8 +156,10 @@ class Projector(NativeHandle):
     path : str
     has_vision, has_audio : bool
         Kinds of media that it encodes.
+    audio_sample_rate : int
+        Samples a second of the audio that it takes; 0 if it takes none.
     has_mrope : bool
-        True if rows of an image have positions in four parts.
+        True if rows have positions in four parts.
     n_embd : int
         Length of a row of embeddings.
 
@@ -217,6 +224,8 @@ class Projector(NativeHandle):
         with self._closed_on_error():
             self.has_vision: bool = bool(lib.mtmd_support_vision(pointer))
             self.has_audio: bool = bool(lib.mtmd_support_audio(pointer))
+            rate = int(lib.mtmd_get_audio_sample_rate(pointer))
+            self.audio_sample_rate: int = rate if self.has_audio else 0
             self.has_mrope: bool = bool(lib.mtmd_decode_use_mrope(pointer))
             self.n_embd: int = model.n_embd_inp
             if self.has_vision and self._depends_on_prompt():
@@ -224,7 +233,7 @@ class Projector(NativeHandle):
 
     def _depends_on_prompt(self) -> bool:
         """True if an image gets other rows or positions as the second one of a prompt."""
-        with self._bitmap(*_TRIAL_SIZE, None) as bitmap:
+        with self._bitmap(_Media(_TRIAL_SIZE, _BYTES)) as bitmap:
             shapes = [self._shapes([bitmap]), self._shapes([b"a", bitmap, bitmap])]
         n_chunks = len(shapes[0])
         return len(shapes[1]) != 2 * n_chunks or shapes[1][n_chunks:] != shapes[0]
@@ -264,9 +273,38 @@ class Projector(NativeHandle):
         -----
         See `mtmd_bitmap_init` and `mtmd_tokenize_from_parts` in mtmd.h.
         """
-        height, width, data = _check_pixels(pixels)
+        return self._split(_check_pixels(pixels))
+
+    def split_audio(self, samples: NDArray[np.float32] | int) -> list[MediaChunk | list[int]]:
+        """Return the chunks and tokens that represent a recording in a prompt, in order.
+
+        Parameters
+        ----------
+        samples : ndarray or int
+            float32, shape `(n_samples,)`: one channel, `audio_sample_rate` samples a second, -1 to 1.  A number
+            of samples alone gives chunks that can be counted; it costs as much as silence of this length.
+
+        Returns
+        -------
+        list of MediaChunk or list of int
+            As for `split`.
+
+        Raises
+        ------
+        InvalidArgumentError
+            `samples` has another type or shape, is not finite, or has fewer than 2 or more than 33,554,432.
+        LlamaCallError
+            The projector takes no audio.
+
+        Notes
+        -----
+        See `mtmd_bitmap_init_from_audio` and `mtmd_tokenize_from_parts` in mtmd.h.
+        """
+        return self._split(_check_samples(samples))
+
+    def _split(self, media: _Media) -> list[MediaChunk | list[int]]:
         self._pointer  # noqa: B018  # the thread and lifetime check
-        with self._bitmap(height, width, data) as bitmap, self._chunks([bitmap]) as chunks:
+        with self._bitmap(media) as bitmap, self._chunks([bitmap]) as chunks:
             return self._copied(chunks)
 
     def layout(self, height: int, width: int) -> list[ChunkShape | list[int]]:
@@ -279,13 +317,23 @@ class Projector(NativeHandle):
         InvalidArgumentError, LlamaCallError
             As for `split`.
         """
-        height, width, _ = _check_pixels((height, width))
+        return self._layout(_check_pixels((height, width)))
+
+    def layout_audio(self, n_samples: int) -> list[ChunkShape | list[int]]:
+        """Return the sizes of the chunks, and the tokens, that `split_audio` makes of so many samples.
+
+        Any thread may call it, also beside an encode.
+
+        Raises
+        ------
+        InvalidArgumentError, LlamaCallError
+            As for `split_audio`.
+        """
+        return self._layout(_check_samples(n_samples))
+
+    def _layout(self, media: _Media) -> list[ChunkShape | list[int]]:
         lib, found = media_library(), list[ChunkShape | list[int]]()
-        with (
-            self._kept_open(),
-            self._bitmap(height, width, None) as bitmap,
-            self._chunks([bitmap]) as chunks,
-        ):
+        with self._kept_open(), self._bitmap(media) as bitmap, self._chunks([bitmap]) as chunks:
             for chunk in chunks:
                 if lib.mtmd_input_chunk_get_type(chunk) == m.ChunkType.TEXT:
                     found.append(self._tokens(chunk))
@@ -344,9 +392,14 @@ class Projector(NativeHandle):
             return np.ctypeslib.as_array(data, shape=(chunk.n_tokens, self.n_embd)).copy()
 
     @contextmanager
-    def _bitmap(self, height: int, width: int, data: Any) -> Iterator[Any]:
+    def _bitmap(self, media: _Media) -> Iterator[Any]:
         lib = media_library()
-        bitmap = lib.mtmd_bitmap_init(width, height, data)
+        data = None if media.data is None else media.data.ctypes.data_as(media.pointer)
+        if media.pointer is _FLOATS:
+            bitmap = lib.mtmd_bitmap_init_from_audio(*media.size, data)
+        else:
+            height, width = media.size
+            bitmap = lib.mtmd_bitmap_init(width, height, data)
         try:
             yield bitmap
         finally:
@@ -413,7 +466,8 @@ def _shape_of(projector: Any, chunk: Any) -> ChunkShape:
     lib = media_library()
     n_tokens = int(lib.mtmd_input_chunk_get_n_tokens(chunk))
     has_one_time = False
-    if lib.mtmd_decode_use_mrope(projector) and n_tokens:
+    is_image = lib.mtmd_input_chunk_get_type(chunk) == m.ChunkType.IMAGE
+    if is_image and lib.mtmd_decode_use_mrope(projector) and n_tokens:
         image = lib.mtmd_input_chunk_get_tokens_image(chunk)
         first, last = (
             lib.mtmd_image_tokens_get_decoder_pos(image, 0, i).t for i in (0, n_tokens - 1)
@@ -479,8 +533,29 @@ class _Slicer:
         return not self._is_cancelled and self._error is None
 
 
-def _check_pixels(pixels: object) -> tuple[int, int, Any]:
-    """Return height, width and libmtmd's pointer to the bytes, which is None without pixels."""
+_BYTES, _FLOATS = ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(ctypes.c_float)
+
+
+class _Media(NamedTuple):
+    """An image or a recording.
+
+    Attributes
+    ----------
+    size : tuple of int
+        Height and width, or number of samples.
+    pointer : type
+        Type of the pointer to its data, which tells the two kinds apart.
+    data : ndarray or None
+        None: it is only counted.
+    """
+
+    size: tuple[int, ...]
+    pointer: Any
+    data: NDArray[Any] | None = None
+
+
+def _check_pixels(pixels: object) -> _Media:
+    """Return an image, or its size alone."""
     data = None
     if isinstance(pixels, np.ndarray):
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
@@ -495,9 +570,23 @@ def _check_pixels(pixels: object) -> tuple[int, int, Any]:
     height = check_int("height", height, 1, MAX_SIDE)
     width = check_int("width", width, 1, MAX_SIDE)
     check_int("pixels", height * width, 1, MAX_PIXELS)
-    if data is None:
-        return height, width, None
-    return height, width, data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    return _Media((height, width), _BYTES, data)
+
+
+def _check_samples(samples: object) -> _Media:
+    """Return a recording, or its number of samples alone."""
+    data, n_samples = None, samples
+    if isinstance(samples, np.ndarray):
+        if samples.dtype != np.float32 or samples.ndim != 1:
+            kind = f"{samples.dtype} {samples.shape}"
+            raise InvalidArgumentError("samples", kind, "float32, shape (n_samples,)")
+        n_samples = len(samples)
+    n_samples = check_int("samples", n_samples, MIN_SAMPLES, MAX_SAMPLES)
+    if isinstance(samples, np.ndarray):
+        data = np.ascontiguousarray(samples)
+        if not np.isfinite(data).all():
+            raise InvalidArgumentError("samples", "an array with infinity or NaN", "finite")
+    return _Media((n_samples,), _FLOATS, data)
 
 
 def _check(function: str, code: int) -> None:

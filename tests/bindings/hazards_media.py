@@ -22,6 +22,11 @@ def projector(name: str = "gemma3", **parameters: Any) -> Projector:
     return Projector(model, make_projector.ensure(name), use_gpu=False, **parameters)
 
 
+def audio_projector() -> Projector:
+    model = Model(make_model.ensure("tiny-llama", "F16"))
+    return Projector(model, make_projector.ensure("ultravox"), use_gpu=False)
+
+
 def chunk(name: str = "gemma3", pixels: Any = PIXELS) -> tuple[Projector, MediaChunk]:
     """Return a projector and the first chunk of an image."""
     made = projector(name)
@@ -94,6 +99,26 @@ refuse(
     "an image that is all width", lambda s: chunk("idefics3", np.zeros((1, 16384, 3), np.uint8)),
     "resize target",
     error=LlamaCallError,
+)  # fmt: skip
+
+
+for n_samples in (0, 1, -1, 1 << 32, INT_MAX):
+    refuse(
+        f"a recording of {n_samples} samples",
+        lambda s, n_samples: audio_projector().split_audio(n_samples),
+        f"samples is {n_samples}, must be 2 to", n_samples=n_samples,
+    )  # fmt: skip
+refuse(
+    "a recording of one sample", lambda s: audio_projector().split_audio(np.zeros(1, np.float32)),
+    "samples is 1, must be 2 to",
+)  # fmt: skip
+refuse(
+    "a recording for a projector of images", lambda s: projector().split_audio(16_000),
+    "does not support audio", error=LlamaCallError,
+)  # fmt: skip
+refuse(
+    "an image for a projector of audio", lambda s: audio_projector().split(PIXELS),
+    "does not support vision", error=LlamaCallError,
 )  # fmt: skip
 
 

@@ -125,6 +125,15 @@ def joined(parts: list[MediaChunk | list[int]]) -> list[MediaChunk | list[int]]:
 
 def by_the_helper(context: Context, projector: Projector, pixels: Pixels) -> NDArray[np.float32]:
     """The logits after the same prompt by `mtmd_helper_eval_chunks`, which cllm does not use."""
+    data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    bitmap = media_library().mtmd_bitmap_init(pixels.shape[1], pixels.shape[0], data)
+    return evaluated_by_the_helper(context, projector, bitmap)
+
+
+def evaluated_by_the_helper(
+    context: Context, projector: Projector, bitmap: Any
+) -> NDArray[np.float32]:
+    """The logits after a bitmap between the two texts; frees the bitmap."""
     lib = media_library()
     evaluate = ctypes.CDLL(str(lib.path)).mtmd_helper_eval_chunks
     types = m.DECLARATIONS.types
@@ -135,9 +144,6 @@ def by_the_helper(context: Context, projector: Projector, pixels: Pixels) -> NDA
         ctypes.c_bool, p(ctypes.c_int32),
     ]  # fmt: skip
     text, part = (m.DECLARATIONS.structs[f"mtmd_input_{name}"] for name in ("text", "part"))
-    bitmap = lib.mtmd_bitmap_init(
-        pixels.shape[1], pixels.shape[0], pixels.ctypes.data_as(p(ctypes.c_uint8))
-    )
     sides = [text(bytes(tokens), len(tokens), False, False) for tokens in (BEFORE, AFTER)]
     parts = [
         part(text=ctypes.pointer(sides[0])), part(bitmap=bitmap), part(text=ctypes.pointer(sides[1]))
