@@ -179,35 +179,46 @@ OTHERS: dict[str, Projector] = {
 N_FRAMES = 3000  # of 30 s
 
 
-def _audio_tensors(projector: Projector, draw: Draw) -> Tensors:
-    """Return every tensor of an encoder of audio, in the order of the file."""
-    e, n_mel = projector.encoder, projector.metadata["num_mel_bins"]
-    n, n_ff = e.n_embd, e.ff_factor * e.n_embd
-    tensors: Tensors = {}
-    for i, n_in in enumerate((n_mel, n), start=1):
-        tensors[f"a.conv1d.{i}.weight"] = draw(n, n_in, 3).astype(np.float16)
-        tensors[f"a.conv1d.{i}.bias"] = np.zeros((n, 1), np.float32)
-    tensors["a.position_embd.weight"] = draw(N_FRAMES // 2, n)
+def _layers(
+    prefix: str, e: Encoder, draw: Draw, *, without_bias: str = "", is_joined: bool = False
+) -> Tensors:
+    """Return the tensors of all layers, and of the norm after them; `is_joined`: of one matrix for attention."""
+    n, n_ff, tensors = e.n_embd, e.ff_factor * e.n_embd, Tensors()
     shapes = {
         "attn_q": (n, n), "attn_k": (n, n), "attn_v": (n, n), "attn_out": (n, n),
         "ffn_up": (n_ff, n), "ffn_down": (n, n_ff),
     }  # fmt: skip
+    if is_joined:
+        del shapes["attn_q"], shapes["attn_k"], shapes["attn_v"]
+        shapes["attn_qkv"] = 3 * n, n
     for i in range(e.n_layer):
+        place = f"{prefix}.blk.{i}"
         for name, shape in shapes.items():
-            tensors[f"a.blk.{i}.{name}.weight"] = draw(*shape)
-            if name != "attn_k":  # as in Whisper
-                tensors[f"a.blk.{i}.{name}.bias"] = np.zeros(shape[0], np.float32)
+            tensors[f"{place}.{name}.weight"] = draw(*shape)
+            if name != without_bias:
+                tensors[f"{place}.{name}.bias"] = np.zeros(shape[0], np.float32)
         for name in ("ln1", "ln2"):
-            weight, bias = _norm(n)
-            tensors[f"a.blk.{i}.{name}.weight"], tensors[f"a.blk.{i}.{name}.bias"] = weight, bias
-    tensors["a.post_ln.weight"], tensors["a.post_ln.bias"] = _norm(n)
+            tensors[f"{place}.{name}.weight"], tensors[f"{place}.{name}.bias"] = _norm(n)
+    tensors[f"{prefix}.post_ln.weight"], tensors[f"{prefix}.post_ln.bias"] = _norm(n)
+    return tensors
+
+
+def _audio_tensors(projector: Projector, draw: Draw) -> Tensors:
+    """Return every tensor of an encoder of audio, in the order of the file."""
+    e, n_mel = projector.encoder, projector.metadata["num_mel_bins"]
+    n, tensors = e.n_embd, Tensors()
+    for i, n_in in enumerate((n_mel, n), start=1):
+        tensors[f"a.conv1d.{i}.weight"] = draw(n, n_in, 3).astype(np.float16)
+        tensors[f"a.conv1d.{i}.bias"] = np.zeros((n, 1), np.float32)
+    tensors["a.position_embd.weight"] = draw(N_FRAMES // 2, n)
+    tensors |= _layers("a", e, draw, without_bias="attn_k")  # as in Whisper
     return tensors | projector.projection(draw, n, projector.n_embd_text)
 
 
 def _tensors(projector: Projector, draw: Draw) -> Tensors:
     """Return every tensor, in the order of the file."""
     e = projector.encoder
-    n, n_ff = e.n_embd, e.ff_factor * e.n_embd
+    n = e.n_embd
     tensors: Tensors = {"v.patch_embd.weight": draw(n, 3, e.patch, e.patch)}
     if projector.kind in ("qwen2vl_merger", "qwen3vl_merger"):
         tensors["v.patch_embd.weight.1"] = draw(n, 3, e.patch, e.patch)
@@ -218,21 +229,7 @@ def _tensors(projector: Projector, draw: Draw) -> Tensors:
         if is_llava:
             tensors["v.class_embd"] = draw(n)
             tensors["v.pre_ln.weight"], tensors["v.pre_ln.bias"] = _norm(n)
-    shapes = {
-        "attn_q": (n, n), "attn_k": (n, n), "attn_v": (n, n), "attn_out": (n, n),
-        "ffn_up": (n_ff, n), "ffn_down": (n, n_ff),
-    }  # fmt: skip
-    if projector.kind == "qwen3vl_merger":
-        del shapes["attn_q"], shapes["attn_k"], shapes["attn_v"]
-        shapes["attn_qkv"] = 3 * n, n
-    for i in range(e.n_layer):
-        for name, shape in shapes.items():
-            tensors[f"v.blk.{i}.{name}.weight"] = draw(*shape)
-            tensors[f"v.blk.{i}.{name}.bias"] = np.zeros(shape[0], np.float32)
-        for name in ("ln1", "ln2"):
-            weight, bias = _norm(n)
-            tensors[f"v.blk.{i}.{name}.weight"], tensors[f"v.blk.{i}.{name}.bias"] = weight, bias
-    tensors["v.post_ln.weight"], tensors["v.post_ln.bias"] = _norm(n)
+    tensors |= _layers("v", e, draw, is_joined=projector.kind == "qwen3vl_merger")
     tensors |= projector.projection(draw, n, projector.n_embd_text)
     return {
         name: values.astype(e.dtype) if values.ndim > 1 and "position" not in name else values

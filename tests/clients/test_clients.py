@@ -178,8 +178,8 @@ def test_openai_agents_run_with_their_default_model(base_url: str) -> None:
     assert result.final_output == SAID
 
 
-@pytest.mark.parametrize("kind", ["chat", "responses", "anthropic"])
-def test_pydantic_ai_gives_its_default_output(kind: str, base_url: str) -> None:
+def model_of(kind: str, base_url: str) -> Any:
+    """A model of pydantic-ai."""
     provider = OpenAIProvider(base_url=f"{base_url}/v1", api_key="none")
     model: Any = {
         "chat": lambda: OpenAIChatModel("m", provider=provider),
@@ -191,7 +191,12 @@ def test_pydantic_ai_gives_its_default_output(kind: str, base_url: str) -> None:
             ),
         ),
     }[kind]()
-    agent = Agent(model, output_type=Weather)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses", "anthropic"])
+def test_pydantic_ai_gives_its_default_output(kind: str, base_url: str) -> None:
+    agent = Agent(model_of(kind, base_url), output_type=Weather)
     # Not `run_sync`: it takes the loop that openai-agents left behind in this thread.
     answer = asyncio.run(agent.run("What is the weather?"))
     assert answer.output == Weather(city="Paris", degrees=20)
@@ -259,16 +264,8 @@ def test_anthropic_sends_images_and_results_with_images(base_url: str) -> None:
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "anthropic"])
 def test_pydantic_ai_sends_binary_content(kind: str, base_url: str) -> None:
-    openai_provider = OpenAIProvider(base_url=f"{base_url}/v1", api_key="none")
-    model: Any = {
-        "chat": lambda: OpenAIChatModel("m", provider=openai_provider),
-        "responses": lambda: ResponsesModel("m", provider=openai_provider),
-        "anthropic": lambda: AnthropicModel(
-            "m", provider=AnthropicProvider(base_url=base_url, api_key="none")
-        ),
-    }[kind]()
     prompt = ["What is this?", BinaryContent(data=PICTURE, media_type="image/png")]
-    assert asyncio.run(Agent(model).run(prompt)).output == "I see 1."
+    assert asyncio.run(Agent(model_of(kind, base_url)).run(prompt)).output == "I see 1."
 
 
 def test_langchain_and_litellm_send_images(base_url: str) -> None:

@@ -20,6 +20,11 @@ from cllm.errors import InvalidRequestError
 SHOWN = "<image>"  # an image in a rendered text
 
 
+def image_in_words() -> list[Piece]:
+    """Return the words that replace an image, as a part of a rendered text."""
+    return [Piece(in_words("image"), is_template=False)]
+
+
 @dataclass(slots=True)
 class ImageMarks:
     """The images of one chat, and their marks.
@@ -77,7 +82,7 @@ class ImageMarks:
                     run = []
                     seen.append(part)
                 elif part.is_optional:
-                    run.append(Piece(in_words("image"), is_template=False))
+                    run += image_in_words()
                 else:
                     limit = "left out: the engine has no projector (mmproj)"
                     raise InvalidRequestError(part.field, "an image", limit)

@@ -58,13 +58,17 @@ def text_of(part: object) -> str | None:
         source = source if isinstance(source, Mapping) else {}
         given = source.get("data") if source.get("type") == "text" else source.get("content")
         body = given if isinstance(given, str) else _joined(given)
-        heads = [part[name] for name in ("title", "context") if isinstance(part.get(name), str)]
+        heads = _texts_at(part, "title", "context")
         return None if body is None else "\n".join([*heads, body])
     if kind == "search_result":
-        heads = [part[name] for name in ("title", "source") if isinstance(part.get(name), str)]
+        heads = _texts_at(part, "title", "source")
         body = _joined(part.get("content"))
         return None if body is None else "\n".join([*heads, body])
     return None
+
+
+def _texts_at(part: Mapping[str, Any], *names: str) -> list[str]:
+    return [part[name] for name in names if isinstance(part.get(name), str)]
 
 
 def _joined(parts: object) -> str | None:
@@ -123,10 +127,8 @@ def _inner(content: Mapping[str, Any]) -> object:
         text = content["resource"].get("text")
         return text if isinstance(text, str) else None
     if kind == "document" and isinstance(source := content.get("source"), Mapping):
-        heads = [
-            content[name] for name in ("title", "context") if isinstance(content.get(name), str)
-        ]
         inner = source.get("content")
+        heads = _texts_at(content, "title", "context")
         return [*heads, *inner] if isinstance(inner, list) else None
     return None
 

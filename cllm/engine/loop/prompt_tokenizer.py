@@ -16,7 +16,7 @@ from cllm.checks import check_bool, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import ControlTokens, Piece
-from cllm.engine.chat.readable import in_words
+from cllm.engine.chat.image_marks import image_in_words
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.image import NamedImage
 from cllm.engine.loop.images import MAX_PROMPT_BYTES, ImageReader
@@ -276,7 +276,7 @@ class PromptTokenizer:
         first, *others = prompt.marks.cut(pieces, takes_images=takes_images)
         assert isinstance(first, list)
         tokens = await self.worker.run(partial(chat.tokenize, first))
-        return await self._with_images(tokens, others, chat.tokenize_inside, _image_in_words)
+        return await self._with_images(tokens, others, chat.tokenize_inside, image_in_words)
 
     async def render_chat(self, prompt: ChatPrompt) -> RenderedPrompt:
         """See `Engine.render_chat`."""
@@ -337,7 +337,3 @@ class PromptTokenizer:
             return [vocabulary.piece(token) for token in token_ids]
 
         return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
-
-
-def _image_in_words() -> list[Piece]:
-    return [Piece(in_words("image"), is_template=False)]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urljoin, urlsplit
 
@@ -85,15 +86,22 @@ class ImageFetcher:
         """
         if not self._hosts:
             return messages
-        addresses = {
-            found.url for message, i in _with_index(messages) for found in _found(message, i)
-        }
+        addresses: set[str] = set()
+        for i, message in enumerate(messages):
+            _mapped(message, i, lambda found: addresses.add(found.url))
         fetched = await self._fetch_all(sorted(addresses)) if addresses else {}
+
+        def replacement(found: Address, is_needed: bool) -> Any:
+            image = fetched[found.url]
+            if isinstance(image, Image):
+                return {"type": "image", "image": image}
+            if is_needed:
+                raise InvalidRequestError(found.field, found.url[:200], image)
+            return None
+
         return [
-            {**message, "content": _replaced(message, i, fetched)}
-            if _has_parts(message)
-            else message
-            for message, i in _with_index(messages)
+            _mapped(message, i, partial(replacement, is_needed=_is_of_user(message)))
+            for i, message in enumerate(messages)
         ]
 
     async def fetch(self, url: str, field: str = "url") -> Image:
@@ -131,7 +139,7 @@ class ImageFetcher:
                             if n_bytes > MAX_REQUEST_BYTES:
                                 limit = f"addresses with at most {MAX_REQUEST_BYTES} bytes in all"
                                 raise RefusedError(limit)
-                            found[url] = self._kept(Image(content))
+                            found[url] = self._counted(content)
                         except RefusedError as error:
                             found[url] = str(error)
 
@@ -145,11 +153,11 @@ class ImageFetcher:
             raise Problem(429, limit, headers={"Retry-After": str(RETRY_AFTER_S)})
         return found
 
-    def _kept(self, image: Image) -> Image:
-        """Count the bytes of an image until it is freed."""
-        n_bytes = len(image.read())
-        self._count(n_bytes)
-        weakref.finalize(image, self._count, -n_bytes)
+    def _counted(self, content: bytes) -> Image:
+        """Return an image whose bytes count until it is freed."""
+        image = Image(content)
+        self._count(len(content))
+        weakref.finalize(image, self._count, -len(content))
         return image
 
     def _count(self, n_bytes: int) -> None:
@@ -190,42 +198,25 @@ class ImageFetcher:
 
 
 # --- Messages ------------------------------------------------------------------------------------
-def _with_index(messages: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    return ((message, i) for i, message in enumerate(messages))
+def _is_of_user(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == USER
 
 
-def _has_parts(message: Any) -> bool:
+def _mapped(message: Any, i: int, replacement: Callable[[Address], Any]) -> Any:
+    """Return a message with the parts that `replacement` returns for addresses of images; None keeps a part."""
     if not isinstance(message, Mapping) or message.get("role") not in (USER, *RESULTS):
-        return False
-    return isinstance(message.get("content"), list | Mapping)
+        return message
 
-
-def _found(message: Any, i: int) -> Iterator[Address]:
-    """Yield the addresses of images in a message."""
-    left = [(message["content"], f"messages[{i}].content", 0)] if _has_parts(message) else []
-    while left:
-        part, field, depth = left.pop()
+    def mapped(part: Any, field: str, depth: int) -> Any:
         if isinstance(part, list):
-            inner = part if depth < MAX_DEPTH else []
-            left += [(item, f"{field}[{k}]", depth + 1) for k, item in enumerate(inner)]
-        elif (found := address_of(part, field)) is not None:
-            yield found
+            if depth == MAX_DEPTH:
+                return part
+            return [mapped(item, f"{field}[{k}]", depth + 1) for k, item in enumerate(part)]
+        found = address_of(part, field)
+        other = None if found is None else replacement(found)
+        return part if other is None else other
 
-
-def _replaced(message: Mapping[str, Any], i: int, fetched: Mapping[str, Image | str]) -> Any:
-    """Return the content of a message with images in place of their addresses."""
-
-    def replaced(part: Any, field: str, depth: int) -> Any:
-        if isinstance(part, list) and depth < MAX_DEPTH:
-            return [replaced(item, f"{field}[{k}]", depth + 1) for k, item in enumerate(part)]
-        found = None if isinstance(part, list) else address_of(part, field)
-        if found is None:
-            return part
-        image = fetched[found.url]
-        if isinstance(image, Image):
-            return {"type": "image", "image": image}
-        if message["role"] == USER:
-            raise InvalidRequestError(found.field, found.url[:200], image)
-        return part
-
-    return replaced(message["content"], f"messages[{i}].content", 0)
+    content = message.get("content")
+    if not isinstance(content, list | Mapping):
+        return message
+    return {**message, "content": mapped(content, f"messages[{i}].content", 0)}
