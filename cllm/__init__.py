@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cllm.engine.audio import Audio
     from cllm.engine.chat.template_abilities import TemplateAbilities
     from cllm.engine.config import EngineConfig, EngineOptions
     from cllm.engine.core.commands import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"  # the version in pyproject.toml; a test compares them
 
 __all__ = (
+    "Audio",
     "ChatPromptOptions",
     "Classification",
     "CllmError",
@@ -145,6 +147,7 @@ _MODULE_OF = {
     "GenerationError": "cllm.errors",
     "Health": "cllm.engine.health",
     "Image": "cllm.engine.image",
+    "Audio": "cllm.engine.audio",
     "InvalidArgumentError": "cllm.errors",
     "InvalidRequestError": "cllm.errors",
     "LibraryError": "cllm.errors",

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub log_once memory processors removed sampling_limits settings engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.image_child engine.image_limits engine.image_parts engine.json_schema engine.lora engine.media engine.media_rows engine.output engine.plain_values engine.request engine.rpc_address"
+    "checks errors hub log_once memory processors removed sampling_limits settings engine.audio engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.media_child engine.media_limits engine.media_parts engine.json_schema engine.lora engine.media engine.media_rows engine.media_source engine.output engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -68,15 +68,17 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         (
             "cllm",
             "cllm.server",
-            "cllm.engine.image_parts",
+            "cllm.engine.media_limits",
+            "cllm.engine.media_parts",
+            "cllm.engine.media_source",
             "cllm.engine.sampling_params",
             "cllm.sampling_limits",
         ),
     ),
-    ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.image_parts")),
+    ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.media_parts")),
     (
         "cllm.server.routes.messages",
-        ("cllm", "cllm.server", "cllm.engine.image_parts"),
+        ("cllm", "cllm.server", "cllm.engine.media_parts"),
     ),
     (
         "cllm.server.config",
@@ -170,7 +172,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.engine.thread.mailbox", "anyio"),
     ("cllm.engine.thread.socket_watch", "anyio trio"),
     ("cllm.engine.thread.worker_thread", "anyio"),
-    ("cllm.engine.image_child", "PIL"),
+    ("cllm.engine.media_child", "PIL soundfile soxr"),
     ("cllm.engine.process.batch_record", "msgspec"),
     ("cllm.engine.process.wire", "msgspec"),
     ("cllm.engine", ""),

@@ -44,7 +44,7 @@ CASES = {
         ENGINE.format(options="", call="""generate("1+1=", lark='start: "2"')"""),
     ),
     "chat": ("jinja2", ENGINE.format(options="", call="chat([{'role': 'user', 'content': 'a'}])")),
-    "media": ("PIL", "from cllm.engine.image_child import decoded; decoded(b'x')"),
+    "media": ("PIL", "from cllm.engine.media_child import decoded; decoded(b'x')"),
     "testing": (
         "yaml",
         "from pathlib import Path; from cllm.testing.fake_rules import FakeRules;"

@@ -21,13 +21,15 @@ from cllm.client.answer_stream import MAX_MOVES, AnswerStream
 from cllm.client.events import LOWEST
 from cllm.client.refusals import ServerError
 from cllm.client.replicas import Replicas
+from cllm.engine.audio import Audio
 from cllm.engine.chat.chat_prompt import ChatPrompt
-from cllm.engine.chat.image_marks import ImageMarks
+from cllm.engine.chat.media_marks import MediaMarks
 from cllm.engine.chat.message_checks import RESULTS
 from cllm.engine.chat.readable import in_words
-from cllm.engine.image import NamedImage
+from cllm.engine.image import Image
 from cllm.engine.loop.generates import Generates
 from cllm.engine.loop.request_call import MixedPrompt, Prompt, RequestCall, check_prompt
+from cllm.engine.media_source import NamedMedia
 from cllm.engine.request import Score
 from cllm.errors import InvalidArgumentError, InvalidRequestError, QueueFullError
 from cllm.routing.prefix_table import Key, keys_of, prompt_bytes
@@ -112,10 +114,10 @@ class AsyncClient(Generates[AnswerStream]):
         if not REQUEST_ID.fullmatch(call.request_id):
             limit = "1 to 128 letters, digits, '.', '_', ':' and '-'"
             raise InvalidRequestError("request_id", call.request_id, limit)
-        has_images = isinstance(call.prompt, MixedPrompt) or (
+        has_media = isinstance(call.prompt, MixedPrompt) or (
             isinstance(call.prompt, ChatPrompt) and call.prompt.marks is not None
         )
-        prompt = {} if has_images else _prompt_of(call)
+        prompt = {} if has_media else _prompt_of(call)
         body = {**self._model, **prompt, **_sampling_of(call), "priority": call.priority}
         if call.lora is not None:
             body["lora"] = dict(call.lora)
@@ -127,12 +129,12 @@ class AsyncClient(Generates[AnswerStream]):
             request_id=call.request_id,
             generated=call.generated,
             timeout=call.timeout,
-            keys=() if has_images else self._session or keys_of(prompt_bytes(body)),
-            complete=partial(self._prompt_and_keys, call) if has_images else None,
+            keys=() if has_media else self._session or keys_of(prompt_bytes(body)),
+            complete=partial(self._prompt_and_keys, call) if has_media else None,
         )
 
     def _prompt_and_keys(self, call: RequestCall) -> tuple[dict[str, Any], Sequence[Key]]:
-        """Return the fields of a body with the prompt, and its keys.  Worker thread: it reads files of images."""
+        """Return the fields of a body with the prompt, and its keys.  Worker thread: it reads files."""
         prompt = _prompt_of(call)
         return prompt, self._session or keys_of(prompt_bytes(prompt))
 
@@ -284,17 +286,19 @@ def _prompt_of(call: RequestCall) -> dict[str, Any]:
     }
 
 
-def _part_of(image: NamedImage) -> dict[str, Any]:
+def _part_of(named: NamedMedia) -> dict[str, Any]:
+    media = named.media
+    assert isinstance(media, Image | Audio)
     try:
-        return {"type": "image_url", "image_url": {"url": image.image.data_url()}}
+        return media.part()
     except InvalidRequestError as error:
-        if image.is_optional:
-            return {"type": "text", "text": in_words("image")}
-        raise image.with_field(error) from None
+        if named.is_optional:
+            return {"type": "text", "text": in_words(media.kind)}
+        raise named.with_field(error) from None
 
 
-def _message_of(message: dict[str, Any], marks: ImageMarks | None) -> dict[str, Any]:
-    """Return a message with its images as parts of the content."""
+def _message_of(message: dict[str, Any], marks: MediaMarks | None) -> dict[str, Any]:
+    """Return a message with its media as parts of the content."""
     content = message.get("content")
     if marks is None or not isinstance(content, str):
         return message

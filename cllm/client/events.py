@@ -108,6 +108,7 @@ def completion_of(
             n_output=0,
             n_reasoning=usage.get("reasoning_tokens", 0),
             n_image_tokens=usage.get("image_tokens", 0),
+            n_audio_tokens=usage.get("audio_tokens", 0),
         ),
         submitted_at=submitted_at,
         admitted_at=submitted_at + (timings.get("queued_ms") or 0.0) / 1000.0,

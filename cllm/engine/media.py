@@ -1,7 +1,9 @@
-"""Images in prompts: what a request carries of them."""
+"""Images and audio in prompts: what a request carries of them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,8 +11,37 @@ from typing import NamedTuple
 MIN_ROWS, MAX_ROWS = 5, 1 << 16
 
 
+# (height, width) of an image, or (n_samples,) of audio.
+Shape = tuple[int, ...]
+PIXEL_BYTES, SAMPLE_BYTES = 3, 4
+
+
+def kind_of(shape: Shape) -> str:
+    """Return "image" or "audio"."""
+    return "image" if len(shape) == 2 else "audio"
+
+
+def n_bytes_of(shape: Shape) -> int:
+    """Return the number of bytes of the pixels or samples."""
+    return math.prod(shape) * (PIXEL_BYTES if kind_of(shape) == "image" else SAMPLE_BYTES)
+
+
+def size_of(shape: Shape) -> str:
+    """Return the size of an image or of audio in words."""
+    if kind_of(shape) == "audio":
+        return f"{shape[0]} samples"
+    return f"{shape[1]}×{shape[0]} pixels"
+
+
+def left_out(kind: str, modalities: Container[str]) -> str:
+    """Return the limit of a prompt with an image or audio that the model does not take."""
+    if "image" in modalities or "audio" in modalities:
+        return f"left out: the projector takes no {'images' if kind == 'image' else 'audio'}"
+    return "left out: the engine has no projector (mmproj)"
+
+
 class MediaPiece(NamedTuple):
-    """One chunk of an image, or the tokens between two: as the projector cuts an image of some size.
+    """One chunk of an image or of audio, or the tokens between two, as the projector cuts them.
 
     Attributes
     ----------
@@ -33,15 +64,16 @@ class MediaPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MediaInput:
-    """One image of a request.
+    """One image or recording of a request.
 
     Attributes
     ----------
     digest : bytes
         Hash of everything that its embeddings depend on, besides the projector.
-    pixels : bytes
-        uint8, `height * width * 3`: red, green, blue.
-    height, width : int
+    data : bytes
+        Pixels: uint8, `height * width * 3`: red, green, blue.  Or samples: float32.
+    shape : tuple of int
+        `(height, width)` of an image, or `(n_samples,)` of audio.
     n_chunks : int
         Number of its media chunks.
     is_causal : bool
@@ -49,8 +81,12 @@ class MediaInput:
     """
 
     digest: bytes
-    pixels: bytes
-    height: int
-    width: int
+    data: bytes
+    shape: Shape
     n_chunks: int
     is_causal: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Its modality: "image" or "audio"."""
+        return kind_of(self.shape)

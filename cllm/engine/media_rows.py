@@ -1,8 +1,8 @@
-"""Rows of images in a list of tokens, and the positions that they take in llama.cpp.  Pure.
+"""Rows of images and audio in a list of tokens, and the positions that they take in llama.cpp.  Pure.
 
-An image is computed as one or several *media chunks*: rows of embeddings in place of tokens.  In a list
+They are computed as one or several *media chunks*: rows of embeddings in place of tokens.  In a list
 of tokens each row is a negative number, and the rows of a chunk spell what it is: the number of its
-positions, and a hash of its content (30 bits a row).  So equal rows mean equal images, in a running
+positions, and a hash of its content (30 bits a row).  So equal rows mean equal media, in a running
 engine as well as in a file or in another process, and a list of tokens alone says where its chunks are.
 
 Number of a row: `-1 - w`.  Bit 30 of `w` marks the first row of a chunk.  Its low 17 bits are the number
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.media import MAX_ROWS, MIN_ROWS
+from cllm.engine.media import MAX_ROWS, MIN_ROWS, MediaInput
 
 _FIRST = 1 << 30
 _POSITION_BITS = 17
@@ -117,11 +117,6 @@ class Spans:
     def __len__(self) -> int:
         return len(self._spans)
 
-    @property
-    def n_media_rows(self) -> int:
-        """Number of rows that belong to chunks."""
-        return sum(span.end - span.start for span in self._spans)
-
     def __getitem__(self, index: int) -> Span:
         return self._spans[index]
 
@@ -182,3 +177,19 @@ class Spans:
 
 
 NO_SPANS = Spans()
+
+
+class MediaTokens(TypedDict):
+    """Fields of `Usage` for the rows of media."""
+
+    n_image_tokens: int
+    n_audio_tokens: int
+
+
+def n_media_tokens(spans: Spans, media: Iterable[MediaInput]) -> MediaTokens:
+    """Return the numbers of rows that images and audio have, in the order of the chunks of a prompt."""
+    kinds = [each.kind for each in media for _ in range(each.n_chunks)]
+    n_rows = {"image": 0, "audio": 0}
+    for kind, span in zip(kinds, spans, strict=False):
+        n_rows[kind] += span.end - span.start
+    return MediaTokens(n_image_tokens=n_rows["image"], n_audio_tokens=n_rows["audio"])

@@ -130,8 +130,8 @@ class Usage:
         Sampled tokens, and how many of them are reasoning.
     n_drafted, n_accepted : int
         Drafted tokens that were computed (speculation), and how many of them were right.
-    n_image_tokens : int
-        Prompt tokens that are rows of images.
+    n_image_tokens, n_audio_tokens : int
+        Prompt tokens that are rows of images, and of audio.
     """
 
     n_prompt: int
@@ -141,6 +141,7 @@ class Usage:
     n_drafted: int = 0
     n_accepted: int = 0
     n_image_tokens: int = 0
+    n_audio_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

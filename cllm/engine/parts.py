@@ -14,10 +14,10 @@ from cllm.engine.health import Restart
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.loop.embedding_calls import EmbeddingCalls
-from cllm.engine.loop.images import ImageReader
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.loop.loras import LoraRegistry
+from cllm.engine.loop.media_reader import MediaReader
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.thread.backend import Backend
@@ -101,7 +101,7 @@ def start_parts(
                 dispatcher.loaded,
                 workers,
                 tokenizer,
-                ImageReader(dispatcher.ask, gate),
+                MediaReader(dispatcher.ask, dispatcher.loaded, gate),
             ),
             stream_buffer=config.stream_buffer,
             constraints=backend.constraints(last_vocabulary, workers),

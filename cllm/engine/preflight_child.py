@@ -18,6 +18,7 @@ from dataclasses import replace
 import anyio
 import numpy as np
 
+from cllm.engine.audio import Audio
 from cllm.engine.config import EngineConfig
 from cllm.engine.engine import Engine
 from cllm.engine.image import Image
@@ -69,6 +70,9 @@ async def use_once(config: EngineConfig) -> bool:
         if "image" in engine.model.modalities:  # wrong types of tensors abort at the first encode
             image = Image(np.zeros(IMAGE_SIZE, np.uint8))
             await engine.generate(["", image], max_tokens=1, temperature=0)
+        if rate := engine.model.audio_sample_rate:
+            second = Audio(np.zeros(rate, np.float32), rate)
+            await engine.generate(["", second], max_tokens=1, temperature=0)
         if (info := engine.model.embedding) is not None:
             await (engine.classify([TEXT]) if info.is_classifier else engine.embed([TEXT]))
         return engine.model.generates

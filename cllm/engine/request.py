@@ -96,7 +96,7 @@ class GenerationRequest:
     tenant : str
         Tenant of the request.
     media : tuple of MediaInput
-        Images of the prompt, in order.
+        Images and audio of the prompt, in order.
     """
 
     request_id: str
@@ -123,9 +123,9 @@ class GenerationRequest:
     media: tuple[MediaInput, ...] = ()
 
     @property
-    def n_pixel_bytes(self) -> int:
-        """Bytes of the pixels of its images."""
-        return sum(len(image.pixels) for image in self.media)
+    def n_media_bytes(self) -> int:
+        """Bytes of its pixels and samples."""
+        return sum(len(media.data) for media in self.media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,9 @@ class ModelInfo:
     files : tuple of FileContent
         Loaded files: of the model, the adapters, the models that draft and embed, and the projector.
     modalities : tuple of str
-        Kinds of content that prompts may have: "text", "image".
+        Kinds of content that prompts may have: "text", "image", "audio".
+    audio_sample_rate : int
+        Samples a second of the audio that the model takes; 0 if it takes none.
     """
 
     path: str
@@ -257,3 +259,4 @@ class ModelInfo:
     eos_token: str | None = None
     files: tuple[FileContent, ...] = ()
     modalities: tuple[str, ...] = ("text",)
+    audio_sample_rate: int = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
-from cllm.engine.chat.image_marks import SHOWN
+from cllm.engine.chat.media_marks import shown
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
 from cllm.engine.config import NGRAM, EngineOptions
 from cllm.engine.constraint import Mask
@@ -32,7 +32,7 @@ from cllm.engine.thread.worker_thread import WorkerThreads
 from cllm.testing.fake_decoder import FakeDecoder, Fault, Latency, Poison
 from cllm.testing.fake_encoder import SEPARATOR, FakeTextEncoder
 from cllm.testing.fake_loras import FakeLoras
-from cllm.testing.fake_media import FakeImageEncoder
+from cllm.testing.fake_media import SAMPLE_RATE, FakeMediaEncoder
 from cllm.testing.fake_vocabulary import FakeVocabulary
 
 
@@ -114,7 +114,7 @@ class FakeEngine(Engine):
         ends last in the prompt (of several, the longest): the last question of a chat.  The key `""` is the
         default.  An answer is a text, or a `FakeAnswer` with reasoning and calls.  A request without an
         answer ends with an error; with `prompt_logprobs`, as in `score`, its answer is empty.  None: every
-        answer is its prompt.  An image in a prompt is the text `<image>`.
+        answer is its prompt.  An image in a prompt is the text `<image>`, audio is `<audio>`.
     latency_s : float or callable
         Real seconds that a decode takes, or a function that returns them from its `FakeRun`s.  Closing the
         engine ends such a decode.  As with llama.cpp, cancelling requests ends it only if they have at least
@@ -142,8 +142,8 @@ class FakeEngine(Engine):
     encoder : FakeTextEncoder
         Encoder for `embed`, and for `rerank` with `pooling="rank"`; a new one after `reload`.  Texts that
         share words have similar vectors.
-    images : FakeImageEncoder
-        Encoder of images, which needs no projector; a new one after `reload`.  It counts images.
+    media : FakeMediaEncoder
+        Encoder of images and audio, which needs no projector; a new one after `reload`.  It counts them.
     loras : FakeLoras
         Loaded adapters; any path can be loaded as one.  Adapters do not change the scripted answers.
 
@@ -186,16 +186,16 @@ class FakeEngine(Engine):
         )
         self.decoder: FakeDecoder = self._make_decoder(self.config)
         self.encoder: FakeTextEncoder = _encoder_of(self.config)
-        self.images: FakeImageEncoder = FakeImageEncoder()
+        self.media: FakeMediaEncoder = FakeMediaEncoder()
         self.loras: FakeLoras = FakeLoras()
 
     def _make_backend(self, config: EngineConfig) -> _FakeBackend:
         if config is not self.config:  # the engine is being reloaded
             self.decoder = self._make_decoder(config)
             self.encoder = _encoder_of(config)
-            self.images = FakeImageEncoder()
+            self.media = FakeMediaEncoder()
             self.loras = FakeLoras()
-        parts = self.decoder, self.encoder, self.images, self.loras
+        parts = self.decoder, self.encoder, self.media, self.loras
         return _FakeBackend(config, *parts, self._answers)
 
     def fail_next_decode(self, fault: Fault) -> None:
@@ -233,14 +233,14 @@ class _FakeBackend:
         config: EngineConfig,
         decoder: FakeDecoder,
         encoder: FakeTextEncoder,
-        images: FakeImageEncoder,
+        media: FakeMediaEncoder,
         loras: FakeLoras,
         answers: Answers,
     ) -> None:
         self._config = config
         self._decoder = decoder
         self._encoder = encoder
-        self._images = images
+        self._media = media
         self._loras = loras
         self._answers = answers
         self._vocabulary = FakeVocabulary()
@@ -280,7 +280,8 @@ class _FakeBackend:
                     between=(SEPARATOR,),
                 ),
                 loras=self._loras.infos,
-                modalities=("text", "image"),
+                modalities=("text", "image", "audio"),
+                audio_sample_rate=SAMPLE_RATE,
             ),
             vocabulary=vocabulary,
             decoder=decoder,
@@ -294,13 +295,13 @@ class _FakeBackend:
             read_logprob=LogprobReader(vocabulary, decoder.n_vocab).read,
             n_prefill_chunk=self._config.n_batch,
             encoder=self._encoder,
-            images=self._images,
+            media=self._media,
             loras=self._loras,
             drafter=NgramDrafter() if self._config.speculation == NGRAM else None,
         )
 
     def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:
-        prompt = _text_of(self._vocabulary, request.prompt_token_ids)
+        prompt = _text_of(self._vocabulary, request)
         answers = self._answers
         answer: Answer
         if callable(answers):
@@ -322,11 +323,12 @@ class _FakeBackend:
         return _Unconstrained()
 
 
-def _text_of(vocabulary: FakeVocabulary, tokens: Sequence[int]) -> str:
-    """Return the text of a prompt, with `<image>` in place of each image."""
-    text, end = "", 0
-    for span in Spans.of(tokens):
-        text += vocabulary.join(tokens[end : span.start]).decode("utf-8", "replace") + SHOWN
+def _text_of(vocabulary: FakeVocabulary, request: GenerationRequest) -> str:
+    """Return the text of a prompt, with `<image>` or `<audio>` in place of each image or recording."""
+    text, end, tokens = "", 0, request.prompt_token_ids
+    for span, media in zip(Spans.of(tokens), request.media, strict=True):  # each has one chunk
+        text += vocabulary.join(tokens[end : span.start]).decode("utf-8", "replace")
+        text += shown(media.kind)
         end = span.end
     return text + vocabulary.join(tokens[end:]).decode("utf-8", "replace")
 

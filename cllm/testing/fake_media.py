@@ -1,21 +1,24 @@
-"""FakeImageEncoder: images without a projector.
+"""FakeMediaEncoder: images and audio without a projector.
 
-The embeddings of an image are the numbers of its rows, as `FakeDecoder` reads them back.
+The embeddings are the numbers of its rows, as `FakeDecoder` reads them back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.core.commands import MediaEncoded
-from cllm.engine.media import MIN_ROWS, MediaInput, MediaPiece
+from cllm.engine.core.commands import MediaEncoded, MediaMeasured
+from cllm.engine.media import MIN_ROWS, MediaInput, MediaPiece, Shape, kind_of
 from cllm.engine.media_rows import Spans, chunk_content, row_ids
 from cllm.engine.thread.backend import Work
 
 PATCH = 32  # pixels of a side of the square that becomes a row
+SAMPLE_RATE = 16_000
+N_SAMPLES = 1_600  # that become a row: 0.1 s
 
 
 class FakeChunk:
@@ -53,15 +56,15 @@ def row_ids_of(rows: NDArray[np.float32]) -> tuple[int, ...]:
     return tuple((-1 - (halves[:, 0] << 16 | halves[:, 1])).tolist())
 
 
-class FakeImageEncoder:
-    """An encoder that has encoded an image as soon as it is asked.
+class FakeMediaEncoder:
+    """An encoder that has encoded an image or audio as soon as it is asked.
 
-    An image has a row for each 32 × 32 pixels, and at least 5.
+    An image has a row for each 32 × 32 pixels, audio one for each 1,600 samples; each has at least 5.
 
     Attributes
     ----------
     n_encoded : int
-        Number of images that were encoded; those that were shared do not count.
+        Number of images and recordings that were encoded; those that were shared do not count.
     is_computing : bool
         False: an encode takes no time.
     """
@@ -73,25 +76,28 @@ class FakeImageEncoder:
         self._post: Callable[[MediaEncoded], object] = lambda encoded: None
 
     def start(
-        self, post: Callable[[MediaEncoded], object], note: Callable[[bytes], object]
+        self,
+        post: Callable[[MediaEncoded | MediaMeasured], object],
+        note: Callable[[bytes], object],
     ) -> None:
-        """Call `post` with each image that is encoded from now on; `note` is never called."""
+        """Call `post` with each chunk that is encoded from now on; `note` is never called."""
         self._post = post
 
-    def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
-        """Return the one chunk of an image of this size."""
-        n_rows = max(MIN_ROWS, -(-height // PATCH) * -(-width // PATCH))
+    def layout(self, shape: Shape) -> tuple[MediaPiece, ...]:
+        """Return the one chunk of an image or audio of this shape."""
+        side = PATCH if kind_of(shape) == "image" else N_SAMPLES
+        n_rows = max(MIN_ROWS, math.prod(-(-length // side) for length in shape))
         return (MediaPiece(n_rows=n_rows, n_positions=n_rows),)
 
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
-        """Answer with the image's rows."""
-        (piece,) = self.layout(media.height, media.width)
+        """Answer with the rows."""
+        (piece,) = self.layout(media.shape)
         rows = row_ids(chunk_content(media.digest, 0), piece.n_rows, piece.n_positions)
         self.n_encoded += 1
         self._post(MediaEncoded(media.digest, 0, FakeChunk(rows)))
 
     def cancel(self, digest: bytes) -> None:
-        """Do nothing: every image is encoded at once."""
+        """Do nothing: everything is encoded at once."""
 
     def pause(self, work: Work) -> None:
         """Do nothing: an encode takes no time."""

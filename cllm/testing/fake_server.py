@@ -18,8 +18,8 @@ import anyio
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.engine import image_parts
-from cllm.engine.chat.image_marks import SHOWN
+from cllm.engine import media_parts
+from cllm.engine.chat.media_marks import shown
 from cllm.engine.config import EngineConfig
 from cllm.errors import EngineFailedError
 from cllm.server.app import create_app
@@ -123,7 +123,7 @@ def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
         return [question], role, n_answers
     prompt = body.get("prompt", "")
     if isinstance(prompt, list) and any(isinstance(part, Mapping) for part in prompt):
-        return [_text_of(prompt)], "user", n_answers  # texts and images
+        return [_text_of(prompt)], "user", n_answers  # texts and media
     prompts = prompt if isinstance(prompt, list) else [prompt]
     return [each if isinstance(each, str) else "" for each in prompts] or [""], "user", n_answers
 
@@ -142,14 +142,17 @@ def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _text_of(content: Any) -> str:
-    """Return the text of a content, with `<image>` in place of each image."""
+    """Return the text of a content, with `<image>` and `<audio>` in place of media."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
         return "".join(map(_text_of, content))
     if not isinstance(content, Mapping):
         return ""
-    return SHOWN if content.get("type") in image_parts.TYPES else str(content.get("text", ""))
+    kind = content.get("type")
+    if kind in media_parts.TYPES:
+        return shown("audio" if kind in media_parts.AUDIO_TYPES else "image")
+    return str(content.get("text", ""))
 
 
 async def _read(receive: Receive) -> bytes:

@@ -30,7 +30,7 @@ from cllm import (
     PromptTooLongError,
     SavedGeneration,
 )
-from cllm.engine.image_parts import image_of
+from cllm.engine.media_parts import media_of
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET, examples, on_either_loop
 from tests.engine.test_lifecycle import run_child
@@ -350,7 +350,7 @@ async def test_wrong_images_are_rejected_by_name_and_the_engine_goes_on(tmp_path
             with pytest.raises(InvalidRequestError, match=words) as caught:
                 await engine.generate(["a", Image(source)], **GREEDY)
             assert caught.value.field == "prompt[1]"
-        with pytest.raises(InvalidRequestError, match="texts and images"):
+        with pytest.raises(InvalidRequestError, match="texts, images and audio"):
             await engine.generate(["a", image(1), 5], **GREEDY)
         with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
             await engine.generate(question(1), prompt_logprobs=1, **GREEDY)
@@ -450,7 +450,7 @@ async def test_a_request_reads_its_images_when_open_requests_hold_few_pixels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt: list[Any] = ["a", image(1)]
-    monkeypatch.setattr("cllm.engine.loop.images.MAX_OPEN_BYTES", 1)
+    monkeypatch.setattr("cllm.engine.loop.media_reader.MAX_OPEN_BYTES", 1)
     async with FakeEngine(lambda prompt: "b" * 3000, n_ctx=4096, stream_buffer=2) as engine:
         done: list[str] = []
 
@@ -472,7 +472,7 @@ async def test_closing_ends_a_request_that_waits_to_read_its_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt: list[Any] = ["a", image(1)]
-    monkeypatch.setattr("cllm.engine.loop.images.MAX_OPEN_BYTES", 1)
+    monkeypatch.setattr("cllm.engine.loop.media_reader.MAX_OPEN_BYTES", 1)
     errors: list[BaseException] = []
     async with (
         anyio.create_task_group() as tasks,
@@ -503,7 +503,7 @@ async def test_the_images_of_one_prompt_have_a_limited_number_of_pixels(
         prompt: list[Any] = [image(1), image(2)]
         assert (await engine.generate(prompt)).text == "b"
         with pytest.raises(
-            InvalidRequestError, match=f"at most {2 * n_bytes // 3} pixels"
+            InvalidRequestError, match=f"at most {2 * n_bytes} bytes of pixels"
         ) as caught:
             await engine.generate([*prompt, "a", image(3)])
         assert caught.value.field == "prompt[3]"
@@ -514,7 +514,7 @@ async def test_the_images_of_one_prompt_have_a_limited_number_of_pixels(
 def test_pixels_as_a_data_url_are_the_same_pixels(height: int, width: int, seed: int) -> None:
     drawn = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     url = Image(drawn).data_url()
-    part = image_of({"type": "image_url", "image_url": {"url": url}}, "part")
+    part = media_of({"type": "image_url", "image_url": {"url": url}}, "part")
     assert part is not None
     data = part.read()
     assert isinstance(data, bytes)

@@ -23,9 +23,9 @@ from cllm.bindings._llama_h import TokenAttr, VocabType
 from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.loop.dispatcher import Dispatcher
-from cllm.engine.loop.images import ImageReader
 from cllm.engine.loop.input_processor import InputProcessor
 from cllm.engine.loop.loras import LoraRegistry
+from cllm.engine.loop.media_reader import MediaReader
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import RequestCall
@@ -326,7 +326,7 @@ async def opened(vocab: object, prompt: str | tuple[int, ...], gate: QueueGate) 
             cast(Any, lambda: model),
             workers,
             workers.start("cllm-tokenizer"),
-            ImageReader(cast(Any, None), cast(Any, None)),
+            MediaReader(cast(Any, None), cast(Any, None), cast(Any, None)),
         ),
         stream_buffer=64,
         constraints=ConstraintCompiler(

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from cllm import Engine, Image
 from cllm.engine.chat.control_tokens import Piece
-from cllm.engine.chat.image_marks import ImageMarks
+from cllm.engine.chat.media_marks import MediaMarks
 from cllm.engine.chat.message_checks import check_messages
 from cllm.server import ServerConfig
 from cllm.server.http import limits
@@ -120,7 +120,7 @@ async def test_an_image_in_the_form_of_any_api_is_seen(path: str, body_of: Any) 
             response = await http.post(path, json=body_of(path, [part]))
             assert response.status_code == 200, (name, response.text)
         # One key for all: the rows of the first are shared with the others.
-        assert engine.images.n_encoded == 1
+        assert engine.media.n_encoded == 1
     assert all("<image>" in prompt and PNG[:40] not in prompt for prompt in prompts)
     assert len(prompts) == len(PARTS)
 
@@ -176,12 +176,12 @@ async def test_a_chat_with_thousands_of_images_does_not_stop_the_event_loop() ->
             seen.append(1)
             return super().get(name, default)
 
-    marks = ImageMarks()
+    marks = MediaMarks()
     check_messages([{"role": "user", "content": [Counted(part) for part in many]}], marks)
-    assert len(marks.images) == 4000
+    assert len(marks.media) == 4000
     assert len(seen) <= 8 * 4000
     pieces = [Piece("".join(f"{marks.nonce}{i}-" for i in range(4000)), is_template=False)]
-    assert len(marks.cut(pieces, takes_images=True)) == 2 * 4000 + 1
+    assert len(marks.cut(pieces, ("text", "image"))) == 2 * 4000 + 1
 
 
 async def test_texts_and_images_keep_their_order() -> None:
@@ -385,7 +385,7 @@ async def test_the_pixels_of_one_prompt_are_limited(monkeypatch: pytest.MonkeyPa
         assert response.status_code == 200
         response = await http.post("/v1/chat/completions", json=asking("", parts))
         assert response.json()["error"]["param"] == "messages[0].content[2]"
-        assert "5760 pixels" in response.json()["error"]["message"]
+        assert "17280 bytes" in response.json()["error"]["message"]
 
 
 # --- Anything ---------------------------------------------------------------------------------------

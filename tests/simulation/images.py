@@ -38,7 +38,7 @@ def media_of(letter: str) -> tuple[tuple[int, ...], MediaInput]:
         )
     pixels = np.asarray(rows, np.int32).tobytes()
     return tuple(rows), MediaInput(
-        letter.encode(), pixels, 1, len(rows), len(kind.chunks), kind.is_causal
+        letter.encode(), pixels, (1, len(rows)), len(kind.chunks), kind.is_causal
     )
 
 

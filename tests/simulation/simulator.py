@@ -97,7 +97,7 @@ class FakeEncoder:
     def next(self) -> MediaEncoded:
         media, ordinal = self.jobs.pop(0)
         self.n_encoded += 1
-        rows = np.frombuffer(media.pixels, np.int32).tolist()
+        rows = np.frombuffer(media.data, np.int32).tolist()
         span = Spans.of(rows)[ordinal]
         return MediaEncoded(media.digest, ordinal, FakeChunk(rows[span.start : span.end]))
 

@@ -45,11 +45,11 @@ async def test_images_are_counted_shared_and_named_in_the_prompt(anyio_backend: 
     cat = cllm.Image(np.zeros((64, 96, 3), np.uint8))
     dog = cllm.Image(np.ones((64, 96, 3), np.uint8))
     async with FakeEngine({"a<image>b": "a cat", "<image> and <image>?": "two"}) as engine:
-        assert engine.model.modalities == ("text", "image")
+        assert engine.model.modalities == ("text", "image", "audio")
         first = await engine.generate(["a", cat, "b"])
         assert (first.text, first.usage.n_image_tokens) == ("a cat", 6)
         assert (await engine.generate(["a", cat, "b"])).usage.n_cached == 1 + 6
-        assert engine.images.n_encoded == 1
+        assert engine.media.n_encoded == 1
         parts = [{"type": "image", "image": image} for image in (cat, dog)]
         parts.insert(1, {"type": "text", "text": " and "})
         parts.append({"type": "text", "text": "?"})

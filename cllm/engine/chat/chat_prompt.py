@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cllm.checks import INT32_MAX, check_bool, check_int
-from cllm.engine.chat.image_marks import ImageMarks
+from cllm.engine.chat.media_marks import MediaMarks
 from cllm.engine.chat.message_checks import check_messages, check_tools
 from cllm.errors import InvalidRequestError
 
@@ -39,8 +39,8 @@ class ChatPrompt:
         JSON text of the schema for an answer that is not a call.
     template_kwargs : mapping
         Additional variables for the template.
-    marks : ImageMarks or None
-        Images of the messages; None without any.
+    marks : MediaMarks or None
+        Images and audio of the messages; None without any.
     """
 
     messages: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class ChatPrompt:
     reasoning_budget: int | None
     template_kwargs: Mapping[str, Any]
     json_schema: str | None = None
-    marks: ImageMarks | None = None
+    marks: MediaMarks | None = None
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class ChatPrompt:
         if reasoning_effort is not None and reasoning_effort not in EFFORTS:
             limit = f"one of {', '.join(EFFORTS)}"
             raise error("reasoning_effort", reasoning_effort, limit)
-        marks = ImageMarks()
+        marks = MediaMarks()
         chat, offered = check_messages(messages, marks), check_tools(tools)
         continues = check_bool("continue_final_message", continue_final_message, error)
         if continues:
@@ -98,7 +98,7 @@ class ChatPrompt:
             reasoning_effort=None if reasoning_effort is None else str(reasoning_effort),
             reasoning_budget=_checked_budget(reasoning_budget),
             template_kwargs=dict(template_kwargs or {}),
-            marks=marks if marks.images else None,
+            marks=marks if marks.media else None,
         )
 
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from cllm.checks import MAX_CHAT_BYTES, encode_text
-from cllm.engine import image_parts
-from cllm.engine.chat.image_marks import ImageMarks
-from cllm.engine.chat.readable import TEXTS, text_of, words_of
-from cllm.engine.image import NamedImage
-from cllm.engine.image_parts import image_of
+from cllm.engine import media_parts
+from cllm.engine.chat.media_marks import MediaMarks
+from cllm.engine.chat.readable import TEXTS, WORDS, text_of, words_of
+from cllm.engine.media_parts import media_of
+from cllm.engine.media_source import NamedMedia
 from cllm.errors import InvalidRequestError, TooMuchTextError
 
 # Many templates write `<|` + role + `|>`: a role that is not in `ROLES` could forge a control token.
@@ -29,7 +29,7 @@ BYTES_PER_VALUE = 4
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-def check_messages(messages: object, marks: ImageMarks | None = None) -> list[dict[str, Any]]:
+def check_messages(messages: object, marks: MediaMarks | None = None) -> list[dict[str, Any]]:
     """Return a checked copy of OpenAI-style messages, as plain dicts, lists and scalars for a template.
 
     The text parts of a content become one string, one line each.  Arguments of tool calls become a
@@ -37,8 +37,8 @@ def check_messages(messages: object, marks: ImageMarks | None = None) -> list[di
 
     Parameters
     ----------
-    marks : ImageMarks, optional
-        Takes the images of users and of tools, which become marks in the text.  None: those of users are
+    marks : MediaMarks, optional
+        Takes the images and audio of users and of tools, which become marks in the text.  None: those of users are
         rejected, and words replace those of tools.
 
     Raises
@@ -196,7 +196,7 @@ def _sequence(field: str, value: object) -> Sequence[object]:
     return value
 
 
-def _message(field: str, value: object, copier: Copier, marks: ImageMarks | None) -> dict[str, Any]:
+def _message(field: str, value: object, copier: Copier, marks: MediaMarks | None) -> dict[str, Any]:
     if isinstance(value, Mapping) and value.get("role") in ROLES:
         # The content becomes text before it is counted: an image in a result may have megabytes.
         value = {**value, "content": _content(f"{field}.content", value, marks)}
@@ -211,7 +211,7 @@ def _message(field: str, value: object, copier: Copier, marks: ImageMarks | None
     return message
 
 
-def _content(field: str, message: Mapping[str, Any], marks: ImageMarks | None) -> str | None:
+def _content(field: str, message: Mapping[str, Any], marks: MediaMarks | None) -> str | None:
     """Return the content as text; None if an assistant's message has calls or a thought alone."""
     role, content = message["role"], message.get("content")
     if role in RESULTS:
@@ -228,29 +228,29 @@ def _content(field: str, message: Mapping[str, Any], marks: ImageMarks | None) -
     return content
 
 
-def _text_of_parts(field: str, content: Sequence[object], marks: ImageMarks | None) -> str:
-    """Return a content as text: texts one line each, and marks of images without lines of their own."""
+def _text_of_parts(field: str, content: Sequence[object], marks: MediaMarks | None) -> str:
+    """Return a content as text: texts one line each, and marks of media without lines of their own."""
     written, follows_text = "", False
     for i, part in enumerate(content):
         name = f"{field}[{i}]"
-        image = None if marks is None else image_of(part, name)
-        if marks is not None and image is not None:
-            written += marks.add(NamedImage(image, name))
+        media = None if marks is None else media_of(part, name)
+        if marks is not None and media is not None:
+            written += marks.add(NamedMedia(media, name))
         elif (text := text_of(part)) is not None:
             written += ("\n" if follows_text else "") + text
         else:
             raise _wrong_part(name, part)
-        follows_text = image is None
+        follows_text = media is None
     return written
 
 
-def _mark(field: str, marks: ImageMarks, part: object) -> str | None:
-    """Return the mark of the image in a part of a tool's result; None if the part has no readable image."""
+def _mark(field: str, marks: MediaMarks, part: object) -> str | None:
+    """Return the mark of the media in a part of a tool's result; None if the part has none that can be read."""
     try:
-        image = image_of(part, field)
+        media = media_of(part, field)
     except InvalidRequestError:
         return None
-    return None if image is None else marks.add(NamedImage(image, field, is_optional=True))
+    return None if media is None else marks.add(NamedMedia(media, field, is_optional=True))
 
 
 def _wrong_part(field: str, part: Any) -> InvalidRequestError:
@@ -259,10 +259,10 @@ def _wrong_part(field: str, part: Any) -> InvalidRequestError:
     kind = part.get("type")
     if isinstance(kind, str) and kind in TEXTS:
         return InvalidRequestError(f"{field}.{TEXTS[kind]}", part.get(TEXTS[kind]), "a string")
-    if kind in image_parts.TYPES:
-        limit = "left out: only messages of users and results of tools have images"
-        return InvalidRequestError(field, "an image", limit)
-    return InvalidRequestError(f"{field}.type", kind, "text or an image")
+    if kind in media_parts.TYPES:
+        limit = "left out: only messages of users and results of tools have images and audio"
+        return InvalidRequestError(field, WORDS[kind], limit)
+    return InvalidRequestError(f"{field}.type", kind, "text, an image or audio")
 
 
 def _parse_arguments(field: str, message: dict[str, Any]) -> None:

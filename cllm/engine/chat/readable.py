@@ -26,7 +26,7 @@ WORDS = {
     "image": "an image", "image_url": "an image", "input_image": "an image",
     "computer_screenshot": "an image", "document": "a document", "input_file": "a file",
     "file": "a file", "container_upload": "a file", "input_audio": "a recording", "audio": "a recording",
-    "resource": "a file", "tool_reference": "a tool",
+    "audio_url": "a recording", "resource": "a file", "tool_reference": "a tool",
 }  # fmt: skip
 # Fields of other parts whose texts the model reads, in this order.
 FIELDS = (
@@ -84,7 +84,7 @@ def words_of(
     Parameters
     ----------
     mark_of : callable, optional
-        Returns the mark of a part with an image, and None for another part.
+        Returns the mark of a part with an image or audio, and None for another part.
     """
     if isinstance(content, str):
         return content

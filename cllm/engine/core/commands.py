@@ -13,7 +13,7 @@ from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
 from cllm.engine.lora import LoraInfo
-from cllm.engine.media import MediaPiece
+from cllm.engine.media import MediaPiece, Shape
 from cllm.engine.output import Completion, TokenDelta
 from cllm.engine.request import GenerationRequest, ModelInfo, SequenceState
 from cllm.errors import (
@@ -68,14 +68,13 @@ class EraseSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutImage:
-    """Return the chunks and tokens of an image of this size, as an `ImageLayout`."""
+class LayoutMedia:
+    """Return the chunks and tokens of an image or audio of this shape, as a `MediaLayout`."""
 
-    height: int
-    width: int
+    shape: Shape
 
 
-Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot | LayoutImage
+Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot | LayoutMedia
 
 
 # --- Commands: event loop → inference thread --------------------------------------------------
@@ -133,20 +132,25 @@ class PrefixLoaded:
 
 @dataclass(frozen=True, slots=True)
 class MediaEncoded:
-    """Embeddings of one chunk of an image, or the error that prevented them.  Sent by the encoder's thread.
+    """Embeddings of one media chunk, or the error that prevented them.  Sent by the encoder's thread.
 
     Attributes
     ----------
     digest : bytes
-        `MediaInput.digest` of the image.
+        `MediaInput.digest` of the image or audio.
     ordinal : int
-        Number of the chunk in the image, from 0.
+        Number of the chunk in it, from 0.
     """
 
     digest: bytes
     ordinal: int
     chunk: EncodedChunk | None = None
     error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaMeasured:
+    """The layout of some audio is known: questions about it can be answered.  Sent by the encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,7 @@ Command = (
     | ClearPrefixCache
     | PrefixLoaded
     | MediaEncoded
+    | MediaMeasured
     | Ask
     | Shutdown
 )
@@ -304,13 +309,13 @@ class LoadedLoras:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageLayout:
+class MediaLayout:
     """The chunks and tokens of images of one size, in order."""
 
     pieces: tuple[MediaPiece, ...]
 
 
-Answer = tuple[str, ...] | LiveView | LoadedLoras | int | ImageLayout
+Answer = tuple[str, ...] | LiveView | LoadedLoras | int | MediaLayout
 
 
 # --- Events: inference thread → event loop ----------------------------------------------------

@@ -18,7 +18,7 @@ from cllm.engine.core.detokenizer import Detokenizer
 from cllm.engine.core.kv_cache import Slot
 from cllm.engine.core.placement import Placement
 from cllm.engine.lora import LoraSet
-from cllm.engine.media_rows import Spans
+from cllm.engine.media_rows import Spans, n_media_tokens
 from cllm.engine.output import Completion, TokenDelta, TokenLogprob, Usage
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import TokenSampler
@@ -279,7 +279,7 @@ class Sequence:
                 n_output=self.n_sampled,
                 n_drafted=self.n_drafted,
                 n_accepted=self.n_accepted,
-                n_image_tokens=self.spans.n_media_rows,
+                **n_media_tokens(self.spans, request.media),
             ),
             submitted_at=request.submitted_at,
             admitted_at=now if self.admitted_at is None else self.admitted_at,

@@ -42,9 +42,9 @@ from cllm.engine.llama.encoder import (
 )
 from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
-from cllm.engine.llama.image_encoder import LlamaImageEncoder
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
+from cllm.engine.llama.media_encoder import LlamaMediaEncoder
 from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
@@ -126,8 +126,8 @@ class LlamaBackend:
         owned.callback(loras.close)
         for lora in config.loras:
             loras.load(lora.name, lora.path, lora.scale)
-        images = self._open_images(model, owned)
-        decoder, kv_cache = self._open_decoder(model, info, loras, images, owned)
+        media = self._open_media(model, owned)
+        decoder, kv_cache = self._open_decoder(model, info, loras, media, owned)
         own = loras if texts is model else LlamaLoras(texts)
         encoder = None if info is None else LlamaTextEncoder(texts, config, info, own)
         if encoder is not None:
@@ -149,7 +149,8 @@ class LlamaBackend:
             embedding=info,
             rank_template=_rank_template(texts if info and info.is_classifier else model),
             loras=loras.infos,
-            modalities=("text",) if images is None else ("text", "image"),
+            modalities=("text",) if media is None else ("text", *media.modalities),
+            audio_sample_rate=0 if media is None else media.audio_sample_rate,
         )
         drafter = self._drafter(model, kv_cache, owned) if generates else None
         contexts = [
@@ -168,7 +169,7 @@ class LlamaBackend:
             n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
             drafter=drafter,
             encoder=encoder,
-            images=images,
+            media=media,
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
             n_threads_max=max(config.compute_threads),
@@ -186,21 +187,21 @@ class LlamaBackend:
         for context in contexts:
             context.set_n_threads(n_single, n_batch)
 
-    def _open_images(self, model: Model, owned: ExitStack) -> LlamaImageEncoder | None:
-        """Return the encoder of images, if the configuration names one."""
+    def _open_media(self, model: Model, owned: ExitStack) -> LlamaMediaEncoder | None:
+        """Return the encoder of images and audio, if the configuration names one."""
         path = self._config.mmproj
         if path is None or not self._generates:
             return None
-        images = LlamaImageEncoder(model, str(path), self._config)
-        owned.callback(images.close)
-        return images
+        media = LlamaMediaEncoder(model, str(path), self._config)
+        owned.callback(media.close)
+        return media
 
     def _open_decoder(
         self,
         model: Model,
         info: EmbeddingInfo | None,
         loras: LlamaLoras,
-        images: LlamaImageEncoder | None,
+        media: LlamaMediaEncoder | None,
         owned: ExitStack,
     ) -> tuple[LlamaDecoder | NoDecoder, KVCache]:
         """Return the decoder and its empty cache; stand-ins for both if only embeddings are wanted."""
@@ -209,7 +210,7 @@ class LlamaBackend:
             check_architecture(model)
             try:
                 decoder = self._make_decoder(
-                    model, loras, 0 if images is None else images.n_whole_max
+                    model, loras, 0 if media is None else media.n_whole_max
                 )
             except NotGenerativeError as error:
                 if info is None:

@@ -45,7 +45,7 @@ class Continuation:
     state : SequenceState or None
         Saved KV state of the first tokens; None: it is computed again.
     media : tuple of MediaInput
-        Images of the prompt.
+        Images and audio of the prompt.
     submitted_at, deadline : float or None
         Values of the earlier request, if it is the same stream; see `GenerationRequest`.
     """

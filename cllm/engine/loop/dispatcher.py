@@ -118,7 +118,7 @@ class Dispatcher:
     def submit(self, channel: Channel) -> None:
         """Send the request of a channel to the thread; its deltas arrive in the channel."""
         self._channels[channel.request_id] = channel
-        self._gate.hold_pixels(channel.request.n_pixel_bytes)
+        self._gate.hold_media(channel.request.n_media_bytes)
         self._inbox.put(AddRequest(channel.request))
 
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
@@ -173,7 +173,7 @@ class Dispatcher:
                 case Finished(request_id):
                     channel = self._channels.pop(request_id)
                     channel.finish(event)
-                    self._gate.leave(n_pixel_bytes=channel.request.n_pixel_bytes)
+                    self._gate.leave(n_media_bytes=channel.request.n_media_bytes)
                 case Embedded(request_id, vectors, n_values, error):
                     waiting = self._embeddings.pop(request_id)
                     rows = np.frombuffer(vectors, np.float32).reshape(-1, n_values or 1)

@@ -70,7 +70,7 @@ class Generates(ABC, Generic[StreamT]):
 
         Parameters
         ----------
-        prompt : str, sequence of int, or sequence of str and Image
+        prompt : str, sequence of int, or sequence of str, Image and Audio
             Text, token ids, or texts and images in order.
         params : SamplingParams, optional
             Parameters; or their fields as keyword arguments, not both.
@@ -202,7 +202,7 @@ class Generates(ABC, Generic[StreamT]):
         messages : sequence of mapping
             Messages in OpenAI's form: `{"role": "user", "content": "Hello"}`.  Names of control tokens in
             them stay text.  A user's content may be a list of parts: `{"type": "text", "text": "Look: "}`
-            and `{"type": "image", "image": cllm.Image("cat.png")}`.
+            `{"type": "image", "image": cllm.Image("cat.png")}` and `{"type": "audio", "audio": cllm.Audio("a.wav")}`.
         tools : sequence of mapping, optional
             Tools in OpenAI's form that the model may call.  Calls are in the deltas' `tool_calls`.
         tool_choice : str

@@ -198,7 +198,7 @@ class InputProcessor:
             # Not rendered again: the template may write the present time.
             draft.tokens, draft.answer = continuation.prompt_token_ids, continuation.answer
             draft.media = continuation.media
-            await self.texts.images.check(draft.media, draft.tokens)
+            await self.texts.media.check(draft.media, draft.tokens)
             if isinstance(call.prompt, ChatPrompt) and draft.answer is None:
                 draft.answer = await self.texts.answer_format(call.prompt)
         elif isinstance(call.prompt, ChatPrompt):

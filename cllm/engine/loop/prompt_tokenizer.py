@@ -16,10 +16,9 @@ from cllm.checks import check_bool, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import ControlTokens, Piece
-from cllm.engine.chat.image_marks import image_in_words
+from cllm.engine.chat.media_marks import media_in_words
 from cllm.engine.chat.template_abilities import TemplateAbilities
-from cllm.engine.image import NamedImage
-from cllm.engine.loop.images import MAX_PROMPT_BYTES, ImageReader
+from cllm.engine.loop.media_reader import MAX_PROMPT_BYTES, MediaReader
 from cllm.engine.loop.request_call import (
     MixedPrompt,
     Prompt,
@@ -30,6 +29,7 @@ from cllm.engine.loop.request_call import (
     texts_told,
 )
 from cllm.engine.media import MediaInput
+from cllm.engine.media_source import NamedMedia
 from cllm.engine.request import ModelInfo, RenderedPrompt
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
@@ -60,7 +60,7 @@ class PromptTokenizer:
         Worker threads of the engine.
     worker : WorkerThread
         Worker thread for texts.
-    images : ImageReader
+    media : MediaReader
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class PromptTokenizer:
         model: Callable[[], ModelInfo],
         workers: WorkerThreads,
         worker: WorkerThread,
-        images: ImageReader,
+        media: MediaReader,
     ) -> None:
         self.vocabulary = vocabulary
         self._model = model
         self._workers = workers
         self.worker = worker
-        self.images = images
+        self.media: MediaReader = media
         self._has_warned = self._has_warned_of_names = False
         self._names: ControlTokens | None = None
         self._chats: ChatTokenizer | None = None
@@ -84,7 +84,7 @@ class PromptTokenizer:
     async def tokens(
         self, prompt: str | tuple[int, ...] | MixedPrompt, *, parse_special: bool = False
     ) -> tuple[tuple[int, ...], tuple[MediaInput, ...]]:
-        """Return the tokens of a raw prompt, with the rows of its images, and the images."""
+        """Return the tokens of a raw prompt, with the rows of its media, and the media."""
         if isinstance(prompt, str):
             return await self._text_tokens(prompt, parse_special=parse_special), ()
         if not isinstance(prompt, MixedPrompt):
@@ -100,52 +100,52 @@ class PromptTokenizer:
             partial(vocabulary.tokenize, first, add_special=False, parse_special=parse_special)
         )
         inside = partial(vocabulary.tokenize_inside, parse_special=parse_special)
-        return await self._with_images(tokens, others, inside)
+        return await self._with_media(tokens, others, inside)
 
-    async def _with_images(
+    async def _with_media(
         self,
         tokens: list[int],
-        parts: Sequence[T | NamedImage],
+        parts: Sequence[T | NamedMedia],
         tokenize: Callable[[T], list[int]],
-        words: Callable[[], T] | None = None,
+        words: Callable[[NamedMedia], T] | None = None,
     ) -> tuple[tuple[int, ...], tuple[MediaInput, ...]]:
-        """Return `tokens` with those of the parts behind them, and the images among the parts.
+        """Return `tokens` with those of the parts behind them, and the media among the parts.
 
         Parameters
         ----------
         tokenize : callable
-            Returns the tokens of a part that is not an image; called in the worker thread.
+            Returns the tokens of a part that is text; called in the worker thread.
         words : callable, optional
-            Returns a part that replaces an optional image that cannot be read.
+            Returns a part that replaces optional media that cannot be read.
 
         Raises
         ------
         PromptTooLongError
-            There are too many; no further image is decoded.
+            There are too many; nothing further is decoded.
         InvalidRequestError
-            An image cannot be read, or the images have too many pixels together.
+            An image or audio cannot be read, or all have too many bytes together.
         """
         media, n_ctx, n_bytes = list[MediaInput](), self._model().n_ctx, 0
-        async with self.images.turn():
+        async with self.media.turn():
             for part in parts:
-                if not isinstance(part, NamedImage):
+                if not isinstance(part, NamedMedia):
                     tokens += await self.worker.run(partial(tokenize, part))
                     continue
                 try:
-                    image = await self.images.read(part)
+                    found = await self.media.read(part)
                 except InvalidRequestError:
                     if words is None or not part.is_optional:
                         raise
-                    tokens += await self.worker.run(partial(tokenize, words()))
+                    tokens += await self.worker.run(partial(tokenize, words(part)))
                     continue
-                tokens += image.tokens
-                media.append(image.media)
+                tokens += found.tokens
+                media.append(found.media)
                 if len(tokens) > n_ctx:
                     raise PromptTooLongError(len(tokens), n_ctx)
-                n_bytes += len(image.media.pixels)
+                n_bytes += len(found.media.data)
                 if n_bytes > MAX_PROMPT_BYTES:
-                    limit = f"at most {MAX_PROMPT_BYTES // 3} pixels in all images of a prompt"
-                    raise InvalidRequestError(part.field, f"{n_bytes // 3} pixels", limit)
+                    limit = f"at most {MAX_PROMPT_BYTES} bytes of pixels and samples in a prompt"
+                    raise InvalidRequestError(part.field, f"{n_bytes} bytes", limit)
         return tuple(tokens), tuple(media)
 
     async def _text_tokens(self, prompt: str, *, parse_special: bool = False) -> tuple[int, ...]:
@@ -253,7 +253,7 @@ class PromptTokenizer:
     async def chat_tokens(
         self, prompt: ChatPrompt
     ) -> tuple[tuple[int, ...], tuple[MediaInput, ...], AnswerFormat | None]:
-        """Return the tokens of a chat with the rows of its images, the images, and how an answer is read."""
+        """Return the tokens of a chat with the rows of its media, the media, and how an answer is read."""
         chat = self._chat
         rendered = await self.worker.run(lambda: chat.render(prompt))
         tokens, media = await self._piece_tokens(prompt, rendered.pieces)
@@ -272,11 +272,10 @@ class PromptTokenizer:
         chat = self._chat
         if prompt.marks is None:
             return tuple(await self.worker.run(lambda: chat.tokenize(pieces))), ()
-        takes_images = "image" in self._model().modalities
-        first, *others = prompt.marks.cut(pieces, takes_images=takes_images)
+        first, *others = prompt.marks.cut(pieces, self._model().modalities)
         assert isinstance(first, list)
         tokens = await self.worker.run(partial(chat.tokenize, first))
-        return await self._with_images(tokens, others, chat.tokenize_inside, image_in_words)
+        return await self._with_media(tokens, others, chat.tokenize_inside, media_in_words)
 
     async def render_chat(self, prompt: ChatPrompt) -> RenderedPrompt:
         """See `Engine.render_chat`."""

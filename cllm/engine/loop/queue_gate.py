@@ -20,7 +20,7 @@ class QueueGate:
     Attributes
     ----------
     n_open : int
-    n_pixel_bytes : int
+    n_media_bytes : int
         Bytes of the pixels of open requests.
     """
 
@@ -41,7 +41,7 @@ class QueueGate:
         self._on_empty: Callable[[], None] | None = None
         self._n_visits = 0
         self.n_open: int = 0
-        self.n_pixel_bytes: int = 0
+        self.n_media_bytes: int = 0
 
     def enter(self, *, is_known: bool = False) -> None:
         """Take one more request.
@@ -64,18 +64,18 @@ class QueueGate:
             self._since = self._clock()
         self.n_open += 1
 
-    def hold_pixels(self, n_bytes: int) -> None:
-        """Count the pixels of a request that has been submitted, until it leaves."""
-        self.n_pixel_bytes += n_bytes
+    def hold_media(self, n_bytes: int) -> None:
+        """Count the pixels and samples of a request that has been submitted, until it leaves."""
+        self.n_media_bytes += n_bytes
 
     def stop(self) -> None:
-        """Forget all pixels, and wake the tasks that wait: no request is served any more."""
-        self.n_pixel_bytes = 0
+        """Forget all pixels and samples, and wake the tasks that wait: no request is served any more."""
+        self.n_media_bytes = 0
         self.wake()
 
-    def leave(self, *, is_served: bool = True, n_pixel_bytes: int = 0) -> None:
+    def leave(self, *, is_served: bool = True, n_media_bytes: int = 0) -> None:
         """Remove a request; with `is_served=False` it does not count for `retry_after_s`."""
-        self.n_pixel_bytes -= n_pixel_bytes
+        self.n_media_bytes -= n_media_bytes
         if is_served:
             now = self._clock()
             self._gaps.append(now - self._since)

@@ -20,16 +20,18 @@ from cllm.checks import (
     check_tenant,
     encode_text,
 )
+from cllm.engine.audio import Audio
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.core.detokenizer import Detokenizer
-from cllm.engine.image import Image, NamedImage
+from cllm.engine.image import Image
 from cllm.engine.lora import check_lora
+from cllm.engine.media_source import MediaSource, NamedMedia
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
 from cllm.errors import InvalidRequestError, PromptTooLongError, TooMuchTextError
 
-# A text, token ids, or texts and images in order.
-Prompt = str | Sequence[int | str | Image]
+# A text, token ids, or texts, images and audio in order.
+Prompt = str | Sequence[int | str | Image | Audio]
 
 # A text with more characters than this for each token of the context is rejected without tokenizing it.
 # Tokens of real vocabularies are much shorter, except for runs of spaces.
@@ -43,16 +45,16 @@ def new_request_id() -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MixedPrompt:
-    """Texts and images, in order."""
+    """Texts, images and audio, in order."""
 
-    parts: tuple[str | NamedImage, ...]
+    parts: tuple[str | NamedMedia, ...]
 
     @classmethod
-    def of(cls, parts: Iterable[str | Image]) -> MixedPrompt:
-        """Return a prompt of these parts, with names for the images."""
+    def of(cls, parts: Iterable[str | MediaSource]) -> MixedPrompt:
+        """Return a prompt of these parts, with names for the media."""
         return cls(
             tuple(
-                part if isinstance(part, str) else NamedImage(part, f"prompt[{i}]")
+                part if isinstance(part, str) else NamedMedia(part, f"prompt[{i}]")
                 for i, part in enumerate(parts)
             )
         )
@@ -262,27 +264,29 @@ def check_prompt(prompt: Prompt, field: str = "prompt") -> str | tuple[int, ...]
     if isinstance(prompt, str):
         return prompt
     if mixed_prompt_of(prompt) is not None:
-        raise InvalidRequestError(field, "with an image", "a string or a sequence of token ids")
+        raise InvalidRequestError(
+            field, "with an image or audio", "a string or a sequence of token ids"
+        )
     return token_ids_of(field, prompt, "a string or a sequence of token ids")
 
 
 def mixed_prompt_of(prompt: object) -> MixedPrompt | None:
-    """Return a prompt with images as texts and images; None if it has no image.
+    """Return a prompt with images or audio as its parts; None if it has none.
 
     Raises
     ------
     InvalidRequestError
-        There are images, and something else than texts and images.
+        There are images or audio, and something else than texts, images and audio.
     """
-    if isinstance(prompt, Image):
-        return MixedPrompt((NamedImage(prompt, "prompt"),))
+    if isinstance(prompt, MediaSource):
+        return MixedPrompt((NamedMedia(prompt, "prompt"),))
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return None
-    if not any(isinstance(part, Image) for part in prompt):
+    if not any(isinstance(part, MediaSource) for part in prompt):
         return None
     for part in prompt:
-        if not isinstance(part, str | Image):
-            raise InvalidRequestError("prompt", part, "texts and images")
+        if not isinstance(part, str | MediaSource):
+            raise InvalidRequestError("prompt", part, "texts, images and audio")
     return MixedPrompt.of(prompt)
 
 

@@ -11,12 +11,14 @@ from typing import Any, Self, get_type_hints
 import numpy as np
 
 from cllm.checks import INT32_MAX, check_int
+from cllm.engine.audio import Audio
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.image import Image
 from cllm.engine.loop.channel import Continuation
 from cllm.engine.loop.request_call import MixedPrompt, RequestCall
-from cllm.engine.media import MediaInput
+from cllm.engine.media import MediaInput, n_bytes_of
 from cllm.engine.media_rows import Spans
+from cllm.engine.media_source import MediaSource
 from cllm.engine.output import Completion, TokenDelta, TokenLogprob
 from cllm.engine.plain_values import as_plain, of_plain
 from cllm.engine.request import ModelInfo, SequenceState
@@ -126,7 +128,7 @@ class SavedGeneration:
             raise InvalidArgumentError(
                 "arguments of the request", str(error), "values that JSON has"
             ) from None
-        pixels = b"".join(media.pixels for media in before.media)
+        pixels = b"".join(media.data for media in before.media)
         write_state_file(Path(path), header, pixels + (b"" if state is None else state.data))
 
     @classmethod
@@ -189,38 +191,39 @@ def _key_of(model: ModelInfo) -> dict[str, Any]:
 
 
 def _check_rows(token_ids: tuple[int, ...], media: tuple[MediaInput, ...]) -> None:
-    """Raise `DamagedFileError` unless a prompt consists of tokens and of the chunks of its images."""
+    """Raise `DamagedFileError` unless a prompt consists of tokens and of the chunks of its media."""
     for token in token_ids:
         check_int("prompt_token_ids", token, -INT32_MAX - 1, INT32_MAX, InvalidRequestError)
     spans = Spans.of(token_ids)
     n_rows = sum(span.end - span.start for span in spans)
     is_whole = n_rows == sum(token < 0 for token in token_ids)
-    if not is_whole or len(spans) != sum(image.n_chunks for image in media):
-        raise DamagedFileError("the prompt has other images than the file")
+    if not is_whole or len(spans) != sum(each.n_chunks for each in media):
+        raise DamagedFileError("the prompt has other media than the file")
 
 
 def _plain_media(media: MediaInput) -> dict[str, Any]:
-    plain = {f.name: getattr(media, f.name) for f in fields(MediaInput) if f.name != "pixels"}
+    plain = {f.name: getattr(media, f.name) for f in fields(MediaInput) if f.name != "data"}
     return {**plain, "digest": media.digest.hex()}
 
 
 def _media_of(plain: list[dict[str, Any]], data: bytes) -> tuple[tuple[MediaInput, ...], bytes]:
-    """Return the images of a file, and the bytes behind their pixels."""
+    """Return the images and audio of a file, and the bytes behind their pixels and samples."""
     found = []
     for fields_of_one in plain:
-        n_bytes = fields_of_one["height"] * fields_of_one["width"] * 3
-        if not 0 < n_bytes <= len(data):
-            raise DamagedFileError(f"an image of {n_bytes} bytes, where there are {len(data)}")
-        digest = bytes.fromhex(fields_of_one["digest"])
-        found.append(MediaInput(**{**fields_of_one, "digest": digest, "pixels": data[:n_bytes]}))
+        shape = of_plain(tuple[int, ...], fields_of_one["shape"])
+        n_bytes = n_bytes_of(shape)
+        if len(shape) not in (1, 2) or not 0 < n_bytes <= len(data):
+            raise DamagedFileError(f"{shape} are {n_bytes} bytes, where there are {len(data)}")
+        own = {"digest": bytes.fromhex(fields_of_one["digest"]), "shape": shape}
+        found.append(MediaInput(**{**fields_of_one, **own, "data": data[:n_bytes]}))
         data = data[n_bytes:]
     return tuple(found), data
 
 
 def _plain_prompt(prompt: str | tuple[int, ...] | MixedPrompt | ChatPrompt) -> dict[str, Any]:
-    if isinstance(prompt, MixedPrompt):  # its images are in `media`
+    if isinstance(prompt, MixedPrompt):  # its media are in `media`
         return {"parts": [part if isinstance(part, str) else None for part in prompt.parts]}
-    if isinstance(prompt, ChatPrompt):  # its images are in `media`
+    if isinstance(prompt, ChatPrompt):  # its media are in `media`
         return {"chat": as_plain(replace(prompt, marks=None))}
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
 
@@ -229,13 +232,17 @@ def _prompt_of(
     plain: Mapping[str, Any], media: tuple[MediaInput, ...]
 ) -> str | tuple[int, ...] | MixedPrompt | ChatPrompt:
     if "parts" in plain:
-        images = (
-            Image(np.frombuffer(m.pixels, np.uint8).reshape(m.height, m.width, 3)) for m in media
-        )
-        return MixedPrompt.of(next(images) if part is None else part for part in plain["parts"])
+        sources = map(_source_of, media)
+        return MixedPrompt.of(next(sources) if part is None else part for part in plain["parts"])
     if "chat" in plain:
         return ChatPrompt(**plain["chat"])
     return plain["text"] if "text" in plain else tuple(plain["token_ids"])
+
+
+def _source_of(media: MediaInput) -> MediaSource:
+    if media.kind == "image":
+        return Image(np.frombuffer(media.data, np.uint8).reshape(*media.shape, 3))
+    return Audio(np.frombuffer(media.data, np.float32))
 
 
 def _params_of(plain: Mapping[str, Any]) -> dict[str, Any]:

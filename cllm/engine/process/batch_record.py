@@ -27,12 +27,12 @@ class Underway(NamedTuple):
     ----------
     request_ids : tuple of str
         Ids of the requests in the last batch that it began.
-    image : bytes
-        Digest of the image that it was encoding; empty without one.
+    media : bytes
+        Digest of the image or audio that it was encoding; empty without one.
     """
 
     request_ids: tuple[str, ...] = ()
-    image: bytes = b""
+    media: bytes = b""
 
 
 def memory_file() -> IO[bytes]:
@@ -64,13 +64,13 @@ class BatchRecord:
         start = DIGEST_BYTES + _LENGTH.size
         self._memory[DIGEST_BYTES : start + len(data)] = _LENGTH.pack(len(data)) + data
 
-    def write_image(self, digest: bytes) -> None:
-        """Record the image that is encoded from now on; empty: none.  Encoder's thread."""
+    def write_media(self, digest: bytes) -> None:
+        """Record the image or audio that is encoded from now on; empty: none.  Encoder's thread."""
         self._memory[:DIGEST_BYTES] = digest.ljust(DIGEST_BYTES, b"\0")
 
     def read(self) -> Underway:
         """Return what was recorded last; no requests if there are none, or their record is incomplete."""
-        image = self._memory[:DIGEST_BYTES]
+        media = self._memory[:DIGEST_BYTES]
         (n_bytes,) = _LENGTH.unpack_from(self._memory, DIGEST_BYTES)
         start = DIGEST_BYTES + _LENGTH.size
         data = self._memory[start : start + n_bytes]
@@ -78,7 +78,7 @@ class BatchRecord:
             request_ids = msgspec.msgpack.decode(data, type=tuple[str, ...]) if data else ()
         except msgspec.MsgspecError:  # killed while it wrote
             request_ids = ()
-        return Underway(request_ids, image if any(image) else b"")
+        return Underway(request_ids, media if any(media) else b"")
 
     def close(self) -> None:
         """Unmap the memory."""

@@ -84,7 +84,7 @@ class ToParent:
 
 
 class RecordingInterrupter(Interrupter):
-    """`Interrupter` that records the requests of each decode, and the image of each encode."""
+    """`Interrupter` that records the requests of each decode, and the image or audio of each encode."""
 
     def __init__(self, record: BatchRecord) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class RecordingInterrupter(Interrupter):
             self._recorded = present
         super().begin(n_rows, computing)
 
-    def note_image(self, digest: bytes) -> None:
+    def note_media(self, digest: bytes) -> None:
         """See `Interrupter`."""
-        self._record.write_image(digest)
+        self._record.write_media(digest)
 
 
 class Compiling:

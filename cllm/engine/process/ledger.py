@@ -23,13 +23,14 @@ from cllm.engine.core.commands import (
     Embedded,
     Event,
     Finished,
-    LayoutImage,
+    LayoutMedia,
     LoadLora,
     Progressed,
     Read,
 )
 from cllm.engine.embedding import EmbeddingRequest
-from cllm.engine.media_rows import Spans
+from cllm.engine.media import kind_of, size_of
+from cllm.engine.media_rows import Spans, n_media_tokens
 from cllm.engine.output import Completion, FinishReason, TokenDelta, Usage
 from cllm.engine.process.batch_record import Underway
 from cllm.engine.request import GenerationRequest
@@ -79,8 +80,8 @@ class OpenCall(ABC):
         """The request's id."""
         return self.request.request_id
 
-    def has_image(self, digest: bytes) -> bool:
-        """True if the prompt has the image with this digest."""
+    def has_media(self, digest: bytes) -> bool:
+        """True if the prompt has the image or audio with this digest."""
         return False
 
     @abstractmethod
@@ -132,7 +133,7 @@ class OpenRequest(OpenCall):
     n_unread: int = 0
     n_new: int = 0
 
-    def has_image(self, digest: bytes) -> bool:
+    def has_media(self, digest: bytes) -> bool:
         """See `OpenCall`."""
         return any(media.digest == digest for media in self.request.media)
 
@@ -173,7 +174,7 @@ class OpenRequest(OpenCall):
                 n_prompt=len(request.prompt_token_ids),
                 n_cached=n_cached,
                 n_output=0,
-                n_image_tokens=Spans.of(request.prompt_token_ids).n_media_rows,
+                **n_media_tokens(Spans.of(request.prompt_token_ids), request.media),
             ),
             submitted_at=request.submitted_at,
             admitted_at=request.submitted_at,
@@ -207,9 +208,9 @@ class OpenQuestion:
         match self.ask.question:
             case LoadLora(path=path):
                 return Answered(self.ask.call_id, error=ModelLoadError(path, ended))
-            case LayoutImage(height, width):
-                size = f"{width}×{height} pixels"
-                error = InvalidRequestError("image", size, f"another size: {ended}")
+            case LayoutMedia(shape):
+                limit = f"another size: {ended}"
+                error = InvalidRequestError(kind_of(shape), size_of(shape), limit)
                 return Answered(self.ask.call_id, error=error)
         return None
 
@@ -335,8 +336,8 @@ class Ledger:
         self._is_up = False
         told: list[Event] = []
         for known in self._open.values() if is_own else ():
-            had_image = known.is_given and known.has_image(underway.image)
-            if known.request_id in underway.request_ids or had_image:
+            had_media = known.is_given and known.has_media(underway.media)
+            if known.request_id in underway.request_ids or had_media:
                 known.n_crashes += 1
         guilty, self._tried = self._tried, None
         if is_own and guilty is not None and guilty.n_crashes > N_CRASHES_SUSPECT:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.constraint import CompiledConstraint
-from cllm.engine.core.commands import MediaEncoded
+from cllm.engine.core.commands import MediaEncoded, MediaMeasured
 from cllm.engine.core.decoder import Decoder
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.media_store import MediaEncoder
@@ -23,7 +23,7 @@ from cllm.engine.core.run_queue import MakeSampler
 from cllm.engine.core.speculation import Drafter
 from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.lora import LoraInfo
-from cllm.engine.media import MediaPiece
+from cllm.engine.media import MediaPiece, Shape
 from cllm.engine.request import ModelInfo
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.thread.interrupter import Abortable
@@ -85,28 +85,36 @@ class Loras(Protocol):
         """
 
 
-# What a batch has: only the next tokens of streams; also rows of prompts; rows of an image; texts to embed.
-Work = Literal["tokens", "prompts", "image", "texts"]
+# What a batch has: only the next tokens of streams; also rows of prompts; a media chunk; texts to embed.
+Work = Literal["tokens", "prompts", "media", "texts"]
 
 
-class ImageEncoder(MediaEncoder, Protocol):
-    """Encoder of images in a thread of its own, which takes turns with the decodes."""
+class MediaEncoderThread(MediaEncoder, Protocol):
+    """Encoder of images and audio in a thread of its own, which takes turns with the decodes."""
 
     def start(
-        self, post: Callable[[MediaEncoded], object], note: Callable[[bytes], object]
+        self,
+        post: Callable[[MediaEncoded | MediaMeasured], object],
+        note: Callable[[bytes], object],
     ) -> None:
-        """Set what the encoder's thread calls.
+        """Set what the encoder's threads call.
 
         Parameters
         ----------
         post : callable
-            Called with each chunk that is encoded.
+            Called with each chunk that is encoded, and when `layout` can be called again.
         note : callable
-            Called with the digest of each image before it is encoded, and with `b""` afterwards.
+            Called with the digest of each image or audio before it is encoded, and with `b""` afterwards.
         """
 
-    def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
-        """Return the chunks and tokens of an image of this size; raise `InvalidRequestError` without any."""
+    def layout(self, shape: Shape) -> tuple[MediaPiece, ...] | None:
+        """Return the chunks and tokens of an image or audio of this shape; None if they are not known yet.
+
+        Raises
+        ------
+        InvalidRequestError
+            It has none.
+        """
 
     def pause(self, work: Work) -> None:
         """Give the encoder its turn, and wait until a decode of this kind may begin."""
@@ -131,8 +139,8 @@ class Loaded:
         Encoder that computes the vectors of texts; already open only if the model generates no text.
     text_vocabulary : EngineVocabulary or None
         Vocabulary of the encoder; None: the same as `vocabulary`.
-    images : ImageEncoder or None
-        Encoder of images; None if the model takes none.
+    media : MediaEncoderThread or None
+        Encoder of images and audio; None if the model takes none.
     row_cost : RowCost
         Costs that earlier engines measured; the running engine updates them.
     n_threads_max : int
@@ -151,7 +159,7 @@ class Loaded:
     loras: Loras
     drafter: Drafter | None = None
     encoder: AbortableEncoder | None = None
-    images: ImageEncoder | None = None
+    media: MediaEncoderThread | None = None
     row_cost: RowCost = field(default_factory=RowCost)
     text_vocabulary: EngineVocabulary | None = None
     n_threads_max: int = 1

@@ -23,6 +23,7 @@ from cllm.engine.core.commands import (
     Command,
     Event,
     Finished,
+    MediaMeasured,
     Progressed,
     Ready,
     Shutdown,
@@ -38,7 +39,7 @@ from cllm.engine.core.statistics import EngineStatistics, Recorder
 from cllm.engine.core.thread_tuner import ThreadTuner
 from cllm.engine.output import FinishReason
 from cllm.engine.request import ModelInfo
-from cllm.engine.thread.backend import Backend, ImageEncoder, Loaded, Work
+from cllm.engine.thread.backend import Backend, Loaded, MediaEncoderThread, Work
 from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.engine.thread.host import EngineHost
 from cllm.engine.thread.interrupter import Abortable, Interrupter
@@ -86,7 +87,7 @@ class InferenceThread(EngineHost):
         self._text_budget = GapBudget(None if target_ms is None else target_ms / 1000.0)
         self._embeddings: EmbeddingCore | None = None
         self._questions: Questions | None = None
-        self._images: ImageEncoder | None = None
+        self._media: MediaEncoderThread | None = None
         self._tuner: ThreadTuner | None = None
         self._set_n_threads: Callable[[int], None] | None = None
 
@@ -139,7 +140,7 @@ class InferenceThread(EngineHost):
         self._interrupter.attach(loaded.decoder, can_truncate=loaded.kv_cache.has_pos_min)
         core = self._make_core(loaded, owned)
         audit = partial(self._audit, core)
-        self._questions = Questions(core, loaded.loras, audit, loaded.images)
+        self._questions = Questions(core, loaded.loras, audit, loaded.media)
         if loaded.encoder is not None:
             self._embeddings = EmbeddingCore(
                 loaded.encoder,
@@ -189,12 +190,12 @@ class InferenceThread(EngineHost):
         )
 
     def _make_media(self, loaded: Loaded) -> MediaStore | None:
-        """Return the store of embeddings of images; None if the model takes no images."""
-        self._images = loaded.images
-        if loaded.images is None:
+        """Return the store of embeddings of media; None if the model takes none."""
+        self._media = loaded.media
+        if loaded.media is None:
             return None
-        loaded.images.start(self._inbox.put, self._interrupter.note_image)
-        return MediaStore(loaded.images, self._config.media_cache_bytes)
+        loaded.media.start(self._inbox.put, self._interrupter.note_media)
+        return MediaStore(loaded.media, self._config.media_cache_bytes)
 
     def _make_store(self, loaded: Loaded, owned: ExitStack) -> PrefixFiles | None:
         """Return the files of the prefix cache; None without a directory for them, or without `prefix_cache`."""
@@ -341,6 +342,8 @@ class InferenceThread(EngineHost):
                 if self._embeddings is not None:
                     self._embeddings.handle(command)
                 self._interrupter.forget(request_id)
+            case MediaMeasured():
+                pass  # `Questions` asks again in every tick
             case _:
                 core.handle(command)
 
@@ -370,24 +373,24 @@ class InferenceThread(EngineHost):
             self._trace.on_batch(chunks)
         if chunks:
             self._post_held()
-            if self._images is not None:
-                self._images.pause(_work_of(chunks))
+            if self._media is not None:
+                self._media.pause(_work_of(chunks))
             self._interrupter.begin({c.sequence.request_id: c.n_rows for c in chunks})
         else:
             self._interrupter.end()
-            if self._images is not None:
-                self._images.resume()
+            if self._media is not None:
+                self._media.resume()
 
     def _on_texts(self, encoder: Abortable, n_tokens: Mapping[str, int]) -> None:
         """Handle the start of a batch of texts, which can then be aborted; without texts, its end."""
         if n_tokens:
-            if self._images is not None:
-                self._images.pause("texts")
+            if self._media is not None:
+                self._media.pause("texts")
             self._interrupter.begin(n_tokens, encoder)
         else:
             self._interrupter.end()
-            if self._images is not None:
-                self._images.resume()
+            if self._media is not None:
+                self._media.resume()
 
     def _publish(self, core: EngineCore) -> None:
         self._recorder = core.snapshot()
@@ -395,7 +398,7 @@ class InferenceThread(EngineHost):
 
 def _work_of(chunks: list[Chunk]) -> Work:
     if chunks[0].sequence.media_index is not None:
-        return "image"
+        return "media"
     return "tokens" if all(map(is_decoding, chunks)) else "prompts"
 
 

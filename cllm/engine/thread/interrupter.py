@@ -74,8 +74,8 @@ class Interrupter:
             self._present.allow()
             self._computing = self._decoder
 
-    def note_image(self, digest: bytes) -> None:
-        """Note the image that is encoded from now on; empty: none.  Encoder's thread."""
+    def note_media(self, digest: bytes) -> None:
+        """Note the image or audio that is encoded from now on; empty: none.  Encoder's thread."""
 
     def cancel(self, request_id: str) -> None:
         """Record that a request is cancelled; this may abort the decode.  Any thread; returns at once."""

@@ -11,16 +11,17 @@ from cllm.engine.core.commands import (
     Audit,
     EraseSlot,
     Event,
-    ImageLayout,
     Inspect,
-    LayoutImage,
+    LayoutMedia,
     LoadedLoras,
     LoadLora,
+    MediaLayout,
     Question,
     UnloadLora,
 )
 from cllm.engine.core.engine_core import EngineCore
-from cllm.engine.thread.backend import ImageEncoder, Loras
+from cllm.engine.media import Shape, kind_of, size_of
+from cllm.engine.thread.backend import Loras, MediaEncoderThread
 from cllm.errors import CllmError, GenerationError, InvalidRequestError, ModelLoadError
 
 
@@ -38,12 +39,12 @@ class Questions:
         core: EngineCore,
         loras: Loras,
         audit: Callable[[], list[str]],
-        images: ImageEncoder | None = None,
+        media: MediaEncoderThread | None = None,
     ) -> None:
         self._core = core
         self._loras = loras
         self._audit = audit
-        self._images = images
+        self._media = media
         self._open: list[Ask] = []
 
     def ask(self, ask: Ask) -> None:
@@ -79,8 +80,8 @@ class Questions:
                 return core.live_view()
             case EraseSlot(seq_id):
                 return core.erase_slot(seq_id)
-            case LayoutImage(height, width):
-                return self._layout(height, width)
+            case LayoutMedia(shape):
+                return self._layout(shape)
             case LoadLora(name, path, scale):
                 return self._change_loras(lambda: self._loras.load(name, path, scale), path)
             case UnloadLora(name):
@@ -90,21 +91,18 @@ class Questions:
                 core.forget_lora(name)
                 return answer
 
-    def _layout(self, height: int, width: int) -> ImageLayout:
-        """Return the chunks of an image; every failure becomes an error of cllm, and the engine continues."""
-        size = f"{width}×{height} pixels"
-        if self._images is None:
-            raise InvalidRequestError(
-                "image", size, "left out: the engine has no projector (mmproj)"
-            )
+    def _layout(self, shape: Shape) -> MediaLayout | None:
+        """Return the chunks of an image or audio; every failure becomes an error of cllm."""
+        kind, size = kind_of(shape), size_of(shape)
+        if self._media is None:
+            raise InvalidRequestError(kind, size, "left out: the engine has no projector (mmproj)")
         try:
-            return ImageLayout(self._images.layout(height, width))
+            pieces = self._media.layout(shape)
         except CllmError:
             raise
         except Exception as error:
-            raise GenerationError(
-                f"an image of {size} was not cut into chunks: {error!r}"
-            ) from error
+            raise GenerationError(f"{size} were not cut into chunks: {error!r}") from error
+        return None if pieces is None else MediaLayout(pieces)
 
     def _change_loras(self, change: Callable[[], object], path: str) -> Answer:
         """Load or unload adapters; every failure becomes an error of cllm, and the engine continues."""

@@ -89,6 +89,7 @@ class _OpenAIForm(AnswerForm):
             "prompt_tokens_details": {
                 "cached_tokens": sum(usage.n_cached for usage in prompts),
                 "image_tokens": sum(usage.n_image_tokens for usage in prompts),
+                "audio_tokens": sum(usage.n_audio_tokens for usage in prompts),
             },
             "completion_tokens_details": {
                 "reasoning_tokens": sum(usage.n_reasoning for usage in outputs),

@@ -6,13 +6,16 @@ API reject the same values with the same message.  The OpenAPI document repeats 
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from cllm import Image, InvalidRequestError, SamplingOptions, SamplingParams
-from cllm.engine.image_parts import TYPES, image_of
+from cllm import InvalidRequestError, SamplingOptions, SamplingParams
+from cllm.engine.media_limits import is_audio
+from cllm.engine.media_parts import TYPES, media_of
+from cllm.engine.media_source import MediaSource
 from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
     MAX_BIASES,
@@ -25,7 +28,7 @@ from cllm.sampling_limits import FLOAT_RANGES, INTEGER_RANGES, MAX_BREAKERS
 from cllm.server.http.problems import invalid, problem_of
 
 MAX_LORAS = 64
-MEDIA_MARKER = "<__media__>"  # where an image is, in a prompt of llama-server
+MEDIA_MARKER = "<__media__>"  # where an image or audio is, in a prompt of llama-server
 
 
 def _integral(data: object) -> object:
@@ -57,30 +60,30 @@ def _prompts(data: object) -> object:
     return [_prompt(one) for one in data]
 
 
-def _image(part: object, field: str) -> Image | None:
+def _media(part: object, field: str) -> MediaSource | None:
     try:
-        return image_of(part, field)
+        return media_of(part, field)
     # A `ValueError`: pydantic would turn it into an error of the whole prompt.
     except InvalidRequestError as error:
         raise problem_of(error) from None
 
 
-def _prompt_with_images(data: object) -> object:
-    """Return one prompt: a text, token ids, or a list of texts and images."""
+def _prompt_with_media(data: object) -> object:
+    """Return one prompt: a text, token ids, or a list of texts, images and audio."""
     if not isinstance(data, list) or dict not in set(map(type, data)):
         return _prompt(data)
     parts: list[object] = []
     for i, part in enumerate(data):
         field = f"prompt[{i}]"
-        found = part if isinstance(part, str) else _image(part, field)
+        found = part if isinstance(part, str) else _media(part, field)
         if found is None:
-            raise invalid(field, "must be a text, or an object with an image")
+            raise invalid(field, "must be a text, or an object with an image or audio")
         parts.append(found)
     return parts
 
 
 def _text_with_media(text: object, media: object) -> list[object]:
-    """Return texts and images by turns for a prompt of llama-server with `multimodal_data`."""
+    """Return texts and media by turns for a prompt of llama-server with `multimodal_data`."""
     field = "prompt.multimodal_data"
     if not isinstance(text, str):
         raise invalid("prompt.prompt_string", "must be a text")
@@ -89,12 +92,21 @@ def _text_with_media(text: object, media: object) -> list[object]:
         raise invalid(field, f"must have one file for each {MEDIA_MARKER} of prompt_string")
     parts: list[object] = [texts[0]]
     for i, (file, after) in enumerate(zip(media, texts[1:], strict=True)):
-        parts += [_image({"type": "image", "data": file}, f"{field}[{i}]"), after]
+        part = {"type": "audio" if _is_audio(file) else "image", "data": file}
+        parts += [_media(part, f"{field}[{i}]"), after]
     return parts
 
 
+def _is_audio(file: object) -> bool:
+    """True if base64 text is a file of audio."""
+    try:
+        return isinstance(file, str) and is_audio(binascii.a2b_base64(file[:16]))
+    except ValueError:
+        return False
+
+
 def _mixed(data: object) -> object:
-    """Return one prompt of llama-server: a text, or a list of token ids, texts and images."""
+    """Return one prompt of llama-server: a text, or a list of token ids, texts, images and audio."""
     if isinstance(data, Mapping):
         if data.get("multimodal_data"):
             return _text_with_media(data.get("prompt_string"), data["multimodal_data"])
@@ -160,16 +172,16 @@ Prompt = Annotated[
     BeforeValidator(_prompt),
     WithJsonSchema({"anyOf": [_TEXT, _TOKENS]}),
 ]
-_IMAGE = {"type": "object", "properties": {"type": {"type": "string", "enum": [*TYPES]}}}
-PromptWithImages = Annotated[
+_MEDIA = {"type": "object", "properties": {"type": {"type": "string", "enum": [*TYPES]}}}
+PromptWithMedia = Annotated[
     Any,
-    BeforeValidator(_prompt_with_images),
+    BeforeValidator(_prompt_with_media),
     WithJsonSchema(
         {
             "anyOf": [
                 _TEXT,
                 _TOKENS,
-                {"type": "array", "items": {"anyOf": [_TEXT, _IMAGE]}, "minItems": 1},
+                {"type": "array", "items": {"anyOf": [_TEXT, _MEDIA]}, "minItems": 1},
             ]
         }
     ),

@@ -24,7 +24,7 @@ from cllm.server.bodies.fields import (
     Objects,
     Prompt,
     Prompts,
-    PromptWithImages,
+    PromptWithMedia,
     ResponseFormat,
     Text,
     Texts,
@@ -213,8 +213,8 @@ CHAT_OPTIONS = ChatOptionFields.model_fields.keys() - _Request.model_fields.keys
 class GenerateFields(ChatOptionFields):
     """`POST /generate`."""
 
-    prompt: PromptWithImages | None = Field(
-        None, description="Text, token ids, or texts and images", examples=["1+1="]
+    prompt: PromptWithMedia | None = Field(
+        None, description="Text, token ids, or texts, images and audio", examples=["1+1="]
     )
     messages: Messages | None = Field(None, description="A chat, in place of a prompt")
     parse_special: Flag = Field(True, description=PARSE_SPECIAL)

@@ -18,7 +18,7 @@ from urllib.parse import urljoin, urlsplit
 import anyio
 
 from cllm import Image, InvalidRequestError
-from cllm.engine.image_parts import Address, address_of
+from cllm.engine.media_parts import Address, address_of
 from cllm.server.http.problems import RETRY_AFTER_S, Problem
 
 MAX_BYTES = 20 << 20  # of one image

@@ -207,6 +207,7 @@ def _account_of(completion: Completion) -> dict[str, Any]:
             "prompt_tokens": usage.n_prompt,
             "cached_tokens": usage.n_cached,
             "image_tokens": usage.n_image_tokens,
+            "audio_tokens": usage.n_audio_tokens,
             "completion_tokens": usage.n_output,
             "reasoning_tokens": usage.n_reasoning,
         },

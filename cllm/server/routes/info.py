@@ -63,7 +63,10 @@ async def props(request: Request) -> dict[str, Any]:
         "total_slots": config.n_seq_max,
         "model_alias": state_of(request).model_name,
         "model_path": model.path,
-        "modalities": {"vision": "image" in model.modalities, "audio": False},
+        "modalities": {
+            "vision": "image" in model.modalities,
+            "audio": "audio" in model.modalities,
+        },
         "media_marker": MEDIA_MARKER,
         "chat_template": model.chat_template,
         "bos_token": model.bos_token or "",

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cllm import (
+    Audio,
     Completion,
     Engine,
     FinishReason,
@@ -44,7 +45,7 @@ from cllm.server.state import ServerState, log_request, request_id_of, state_of
 router: APIRouter = APIRouter(route_class=SafeRoute, tags=["llama-server"])
 logger: logging.Logger = logging.getLogger("cllm.server")
 
-Prompt = str | Sequence[int | str | Image]
+Prompt = str | Sequence[int | str | Image | Audio]
 OTHER_NAMES = {"typical_p": "typ_p"}  # of samplers
 N_INFILL = 128  # tokens that the prompt leaves for the output; fewer for a smaller `n_predict`
 NO_SLOT = -1
@@ -89,10 +90,10 @@ def _others(extra: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return found
 
 
-async def _prompt_of(engine: Engine, given: str | Sequence[int | str | Image]) -> Prompt:
+async def _prompt_of(engine: Engine, given: Prompt) -> Prompt:
     """Return a prompt for the engine; texts between token ids are tokenized."""
     check_length(engine, given)  # type: ignore[arg-type]  # a text has a token or more
-    if isinstance(given, str) or any(isinstance(part, Image) for part in given):
+    if isinstance(given, str) or any(isinstance(part, Image | Audio) for part in given):
         return given
     if not any(isinstance(part, str) for part in given):
         return given
@@ -208,8 +209,8 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
 
 
 async def _prompt_text(engine: Engine, given: Prompt, token_ids: Sequence[int]) -> str:
-    """Return a prompt as text, with `MEDIA_MARKER` in place of each image."""
-    if isinstance(given, str) or not any(isinstance(part, Image) for part in given):
+    """Return a prompt as text, with `MEDIA_MARKER` in place of each image and recording."""
+    if isinstance(given, str) or not any(isinstance(part, Image | Audio) for part in given):
         return await engine.detokenize(token_ids)
     return "".join(part if isinstance(part, str) else MEDIA_MARKER for part in given)
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
-from cllm.engine import image_parts
+from cllm.engine import media_parts
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat, as_delta, hinted
 from cllm.server.answers.client_tools import ClientTools
@@ -196,7 +196,7 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":
                 pass  # it is encrypted: only Anthropic's servers can read it
-            case kind if role == "assistant" or kind in (*USER_BLOCKS, *image_parts.TYPES):
+            case kind if role == "assistant" or kind in (*USER_BLOCKS, *media_parts.TYPES):
                 if kind == "text":
                     _text(name, block)
                 parts.append(block)

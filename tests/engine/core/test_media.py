@@ -131,7 +131,7 @@ def test_with_a_target_prompts_images_and_encodes_take_gaps_of_the_streams_by_tu
         had_image and has_prompt for (_, had_image), (has_prompt, _) in itertools.pairwise(kinds)
     )
     assert any(has_prompt for has_prompt, _ in kinds)
-    assert any(has_image for _, has_image in kinds)
+    assert any(has_media for _, has_media in kinds)
     gaps = [
         had_image or has_prompt for (_, had_image), (has_prompt, _) in itertools.pairwise(kinds)
     ]

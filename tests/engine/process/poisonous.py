@@ -19,7 +19,7 @@ from cllm.engine.core.decoder import Decoder, MediaRows
 from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.llama.decoder import LlamaDecoder
-from cllm.engine.llama.image_encoder import LlamaImageEncoder
+from cllm.engine.llama.media_encoder import LlamaMediaEncoder
 from cllm.engine.media import MediaInput
 from cllm.engine.thread.backend import Loaded
 from cllm.errors import ContextError
@@ -35,8 +35,8 @@ class PoisonousBackend(LlamaBackend):
         _watch(loaded.decoder, poison)
         if loaded.encoder is not None:
             _watch_texts(loaded.encoder, poison)
-        if isinstance(loaded.images, LlamaImageEncoder):
-            _watch_images(loaded.images)
+        if isinstance(loaded.media, LlamaMediaEncoder):
+            _watch_images(loaded.media)
         return loaded
 
 
@@ -69,13 +69,13 @@ def _watch_texts(encoder: TextEncoder, poison: int) -> None:
     encoder.compute = watched  # type: ignore[method-assign]
 
 
-def _watch_images(images: LlamaImageEncoder) -> None:
+def _watch_images(images: LlamaMediaEncoder) -> None:
     encode, encoded = images._encode, images._encoded
     poisonous = False
 
     def watched_encode(projector: Projector, media: MediaInput, ordinals: tuple[int, ...]) -> None:
         nonlocal poisonous
-        poisonous = media.pixels.startswith(b"\xff\0\xff")
+        poisonous = media.data.startswith(b"\xff\0\xff")
         encode(projector, media, ordinals)
 
     def watched(projector: Projector, chunk: MediaChunk) -> NDArray[np.float32]:
@@ -96,8 +96,8 @@ class KilledOnceAtAnImage(LlamaBackend):
     def load(self, owned: ExitStack) -> Loaded:
         """See `Backend`."""
         loaded = super().load(owned)
-        decoder, images = loaded.decoder, loaded.images
-        assert isinstance(images, LlamaImageEncoder)
+        decoder, images = loaded.decoder, loaded.media
+        assert isinstance(images, LlamaMediaEncoder)
         point, seen = os.environ["CLLM_TEST_POINT"], list[str]()
         encoded, add_media, decode = images._encoded, decoder.add_media, decoder.decode
 

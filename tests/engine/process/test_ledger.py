@@ -18,7 +18,7 @@ from cllm.engine.core.commands import (
     Embedded,
     Event,
     Finished,
-    LayoutImage,
+    LayoutMedia,
     LoadedLoras,
     LoadLora,
     Progressed,
@@ -223,7 +223,7 @@ def test_kills_in_between_hide_nobody_who_is_guilty_and_accuse_nobody_else(seed:
 def test_an_image_that_crashes_the_encoder_ends_its_request_and_no_other() -> None:
     ledger = Ledger()
     ledger.on_ready()
-    shown, other = MediaInput(b"a" * 32, b"", 0, 0, 1), MediaInput(b"b" * 32, b"", 0, 0, 1)
+    shown, other = MediaInput(b"a" * 32, b"", (0, 0), 1), MediaInput(b"b" * 32, b"", (0, 0), 1)
     for number, media in enumerate([(other, shown), (), (other,)]):
         ledger.command(AddRequest(replace(request(number), media=media)))
     told, given = list[Event](), list[list[str]]()
@@ -378,10 +378,10 @@ def test_when_nothing_helps_everybody_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("question", "error"),
-    [(LoadLora("a", "a.gguf"), ModelLoadError), (LayoutImage(8, 9), InvalidRequestError)],
+    [(LoadLora("a", "a.gguf"), ModelLoadError), (LayoutMedia((8, 9)), InvalidRequestError)],
 )
 def test_a_question_that_met_two_crashes_in_a_row_ends_with_an_error(
-    question: LoadLora | LayoutImage, error: type[Exception]
+    question: LoadLora | LayoutMedia, error: type[Exception]
 ) -> None:
     ledger = Ledger()
     assert ledger.on_ready() == []

@@ -1,4 +1,4 @@
-"""LlamaImageEncoder: encodes and decodes take turns, and no image leaves a request waiting."""
+"""LlamaMediaEncoder: encodes and decodes take turns, and no image leaves a request waiting."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cllm import ClosedError, EngineConfig, InvalidRequestError
 from cllm.bindings import Model
 from cllm.bindings.projector import ChunkShape, RowPositions
 from cllm.engine.core.commands import MediaEncoded
-from cllm.engine.llama import image_encoder
-from cllm.engine.llama.image_encoder import FIRST_AIM, LlamaImageEncoder
+from cllm.engine.llama import media_encoder
+from cllm.engine.llama.media_encoder import FIRST_AIM, LlamaMediaEncoder
 from cllm.engine.media import MIN_ROWS, MediaInput
 from cllm.engine.thread.backend import Work
 from cllm.errors import EncodeCancelledError, LlamaCallError
@@ -80,7 +80,7 @@ class Scene:
     def __init__(self, **options: Any) -> None:
         self.projector = projector = ScriptedProjector()
 
-        class Encoder(LlamaImageEncoder):
+        class Encoder(LlamaMediaEncoder):
             def _open(self) -> Any:
                 return projector
 
@@ -90,10 +90,10 @@ class Scene:
         self.encoder = Encoder(cast(Model, CpuModel()), "mmproj.gguf", EngineConfig(**options))
         self.posted: SimpleQueue[MediaEncoded] = SimpleQueue()
         self.images: list[bytes] = []
-        self.encoder.start(self.posted.put, self.images.append)
+        self.encoder.start(cast(Any, self.posted.put), self.images.append)
 
     def encode(self, name: bytes, *ordinals: int) -> None:
-        self.encoder.encode(MediaInput(name, b"\0" * 12, 2, 2, len(ordinals)), ordinals)
+        self.encoder.encode(MediaInput(name, b"\0" * 12, (2, 2), len(ordinals)), ordinals)
 
     def heard(self) -> MediaEncoded:
         return self.posted.get(timeout=WAIT_S)
@@ -206,7 +206,7 @@ def test_images_are_answered_with_an_error_after_the_thread_has_ended(scene: Sce
         if (error := next(notes)) is not None:
             raise error
 
-    scene.encoder.start(scene.posted.put, fail_at_the_second)
+    scene.encoder.start(cast(Any, scene.posted.put), fail_at_the_second)
     scene.encode(b"a", 0)
     scene.projector.began.get(timeout=WAIT_S)
     scene.encode(b"b", 0)
@@ -216,7 +216,7 @@ def test_images_are_answered_with_an_error_after_the_thread_has_ended(scene: Sce
     scene.encode(b"c", 0)
     assert isinstance(scene.heard().error, RuntimeError)
     with pytest.raises(ClosedError, match="has ended"):
-        scene.encoder.layout(8, 8)
+        scene.encoder.layout((8, 8))
     scene.encoder.pause("tokens")  # and no decode waits
     scene.encoder.resume()
 
@@ -224,17 +224,17 @@ def test_images_are_answered_with_an_error_after_the_thread_has_ended(scene: Sce
 def test_chunks_of_too_few_rows_are_rejected_by_name(scene: Scene) -> None:
     scene.projector.n_rows = MIN_ROWS - 1
     with pytest.raises(InvalidRequestError, match="4 rows"):
-        scene.encoder.layout(8, 8)
+        scene.encoder.layout((8, 8))
 
 
 @pytest.mark.parametrize(
     ("target_itl_ms", "works", "decode_s", "turn_s"),
     [
         (None, ["tokens", "tokens"], 0.02, 0.02),
-        (None, ["tokens", "image", "tokens"], 0.02, 0.04),
+        (None, ["tokens", "media", "tokens"], 0.02, 0.04),
         (100, ["tokens", "tokens"], 0.02, FIRST_AIM * 0.1 - 0.02),
         (100, ["tokens", "tokens"], 0.2, 0.01),
-        (100, ["tokens", "image", "tokens"], 0.02, 0.0),
+        (100, ["tokens", "media", "tokens"], 0.02, 0.0),
         (100, ["tokens", "prompts"], 0.02, 0.0),
         (100, ["prompts", "tokens"], 0.02, FIRST_AIM * 0.1),
         (100, ["tokens", "texts"], 0.02, FIRST_AIM * 0.1 - 0.02),
@@ -259,7 +259,7 @@ def test_the_turn_of_an_encode_before_a_decode(
 ) -> None:
     encoder = Scene(target_itl_ms=target_itl_ms).encoder
     now = 0.0
-    monkeypatch.setattr(image_encoder, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(media_encoder, "time", SimpleNamespace(monotonic=lambda: now))
     turns: list[float] = []
     turn_of = encoder._turn_s
 
@@ -286,7 +286,7 @@ def test_an_encode_resumes_where_no_decode_follows(scene: Scene) -> None:
     scene.projector.began.get(timeout=WAIT_S)
 
     def decode() -> None:
-        scene.encoder.pause("image")
+        scene.encoder.pause("media")
         scene.encoder.resume()
 
     thread = threading.Thread(target=decode)

@@ -1,4 +1,4 @@
-"""LlamaImageEncoder: encodes images in a thread of its own, in turns with the decodes.
+"""LlamaMediaEncoder: encodes images and audio in a thread of its own, in turns with the decodes.
 
 On a CPU both compute with the same cores, so they take turns.  An encode is cut into slices.  Before each
 decode of tokens it has a turn, for which the decode waits: `GapBudget` keeps streams at their
@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -22,9 +23,9 @@ from numpy.typing import NDArray
 from cllm.bindings import Model
 from cllm.bindings.projector import ChunkShape, MediaChunk, Projector, RowPositions
 from cllm.engine.config import EngineConfig
-from cllm.engine.core.commands import MediaEncoded
+from cllm.engine.core.commands import MediaEncoded, MediaMeasured
 from cllm.engine.core.gap_budget import GapBudget
-from cllm.engine.media import MAX_ROWS, MIN_ROWS, MediaInput, MediaPiece
+from cllm.engine.media import MAX_ROWS, MIN_ROWS, MediaInput, MediaPiece, Shape, kind_of, size_of
 from cllm.engine.thread.backend import Work
 from cllm.errors import (
     ClosedError,
@@ -32,7 +33,6 @@ from cllm.errors import (
     InvalidArgumentError,
     InvalidRequestError,
     LlamaCallError,
-    ModelLoadError,
 )
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
@@ -46,11 +46,12 @@ FIRST_AIM = 0.75
 IDLE_S = 0.02
 # Images whose largest chunk is looked up at load: small ones, and large ones of many shapes.
 LARGE = 4096
-TRIAL_SIZES = (
+TRIAL_SHAPES: tuple[Shape, ...] = (
     (64, 64),
     *((LARGE, LARGE * n // 32) for n in range(4, 33)),
     *((LARGE * n // 32, LARGE) for n in range(4, 32)),
 )
+TRIAL_SECONDS = 1, 30  # of audio, which libmtmd cuts into windows of at most 30 s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ class EncodedRows:
         return self.at.after(p0)
 
 
-class LlamaImageEncoder:
+class LlamaMediaEncoder:
     """The projector of a model, in a thread of its own.
 
     Parameters
@@ -79,11 +80,15 @@ class LlamaImageEncoder:
     ----------
     n_whole_max : int
         Rows of the largest chunk that can be decoded at once: `n_ubatch`, or more if the projector needs more.
+    modalities : tuple of str
+        What it encodes: "image", "audio".
+    audio_sample_rate : int
+        Samples a second of audio; 0 if it encodes none.
 
     Raises
     ------
     ModelLoadError
-        The file is not a projector of this model, or takes no images.
+        The file is not a projector of this model.
     """
 
     def __init__(self, model: Model, path: str, config: EngineConfig) -> None:
@@ -95,19 +100,24 @@ class LlamaImageEncoder:
         self._budget = GapBudget(None if target_ms is None else target_ms / 1000.0, FIRST_AIM)
         self._changed = threading.Condition()
         self._jobs: deque[tuple[MediaInput, tuple[int, ...]]] = deque()
-        self._present: bytes | None = None  # the digest of the image under way
+        self._present: bytes | None = None  # the digest of the media under way
         self._cancelled: set[bytes] = set()
         self._is_stopping = self._is_decoding = self._is_in_slice = False
         self._is_held = False  # computes in its turns only: decodes follow one another
         self._work: Work = "tokens"  # of the last decode
         self._decoded_s = 0.0  # by all decodes since the last turn
         self._tokens_s = 0.0  # by the last decode of the next tokens alone
-        self._is_cancelled = False  # the image under way
+        self._is_cancelled = False  # the media under way
         self._wants_turn = False  # computes, and not only cuts and scales pixels
         self._decode_began = self._decode_ended = self._turn_until = 0.0
-        self._post: Callable[[MediaEncoded], object] = lambda encoded: None
+        self._post: Callable[[MediaEncoded | MediaMeasured], object] = lambda encoded: None
         self._note: Callable[[bytes], object] = lambda digest: None
         self._projector: Projector | None = None
+        # libmtmd computes the spectrum of silence to count the rows of audio: 0.1 s for each 30 s.
+        self._measuring = ThreadPoolExecutor(1, thread_name_prefix="cllm-layout")
+        self._measured: dict[Shape, Future[tuple[MediaPiece, ...]]] = {}
+        self.modalities: tuple[str, ...] = ()
+        self.audio_sample_rate: int = 0
         self._failure: BaseException | None = None  # of the load
         self._ended: Exception | None = None  # why the thread has ended early
         self._is_loaded = threading.Event()
@@ -125,57 +135,81 @@ class LlamaImageEncoder:
             raise
 
     def start(
-        self, post: Callable[[MediaEncoded], object], note: Callable[[bytes], object]
+        self,
+        post: Callable[[MediaEncoded | MediaMeasured], object],
+        note: Callable[[bytes], object],
     ) -> None:
-        """See `ImageEncoder`."""
+        """See `MediaEncoderThread`."""
         self._post, self._note = post, note
 
     def close(self) -> None:
-        """Cancel everything, free the projector and join the thread."""
+        """Cancel everything, free the projector and join the threads."""
+        self._measuring.shutdown(cancel_futures=True)
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
         self._thread.join()
 
-    # --- Sizes: any thread -------------------------------------------------------------------
-    def layout(self, height: int, width: int) -> tuple[MediaPiece, ...]:
-        """Return the chunks and tokens of an image of this size.
+    # --- Sizes: inference thread --------------------------------------------------------------
+    def layout(self, shape: Shape) -> tuple[MediaPiece, ...] | None:
+        """See `MediaEncoderThread`: those of audio are known when a thread has computed them."""
+        if kind_of(shape) == "image":
+            return self._layout(shape)
+        future = self._measured.pop(shape, None)
+        if future is not None and future.done():
+            return future.result()
+        if future is None:
+            future = self._measuring.submit(self._layout, shape)
+            self._measured[shape] = future
+            future.add_done_callback(lambda _: self._post(MediaMeasured()))
+        else:
+            self._measured[shape] = future
+        return None
+
+    def _layout(self, shape: Shape) -> tuple[MediaPiece, ...]:
+        """Return the chunks and tokens of an image or audio of this shape.  Any thread.
 
         Raises
         ------
         InvalidRequestError
-            The projector cannot encode an image of this size, or not into a supported number of rows.
+            The projector cannot encode it, or not into a supported number of rows.
         """
-        projector = self._projector
+        projector, kind = self._projector, kind_of(shape)
         if projector is None:
-            raise ClosedError("the encoder of images has ended") from self._ended
+            raise ClosedError("the encoder has ended") from self._ended
         try:
-            pieces = projector.layout(height, width)
+            if kind == "image":
+                pieces = projector.layout(shape[0], shape[1])
+            else:
+                pieces = projector.layout_audio(shape[0])
         except (InvalidArgumentError, LlamaCallError) as error:
-            size = f"{width}×{height} pixels"
-            raise InvalidRequestError("image", size, f"another size: {error}") from None
-        return tuple(_piece_of(piece, self.n_whole_max) for piece in pieces)
+            limit = f"another size: {error}"
+            raise InvalidRequestError(kind, size_of(shape), limit) from None
+        return tuple(_piece_of(piece, self.n_whole_max, kind) for piece in pieces)
 
     def _find_n_whole_max(self) -> int:
-        found = 0
-        for height, width in TRIAL_SIZES:
-            try:
-                pieces = self.layout(height, width)
-            except InvalidRequestError:
-                continue  # a size that no request can use
-            if all(piece.is_causal for piece in pieces):  # of one projector all are alike
-                break
-            found = max([found, *(piece.n_rows for piece in pieces)])
+        found, shapes = 0, dict[str, Iterable[Shape]]()
+        shapes["image"] = TRIAL_SHAPES
+        shapes["audio"] = [(seconds * self.audio_sample_rate,) for seconds in TRIAL_SECONDS]
+        for kind in self.modalities:
+            for shape in shapes[kind]:
+                try:
+                    pieces = self._layout(shape)
+                except InvalidRequestError:
+                    continue  # a size that no request can use
+                if all(piece.is_causal for piece in pieces):  # of one projector all are alike
+                    break
+                found = max([found, *(piece.n_rows for piece in pieces)])
         return found
 
     # --- Work: inference thread --------------------------------------------------------------
     @property
     def is_computing(self) -> bool:
-        """True while an image is encoded with the processors of the decodes."""
+        """True while media are encoded with the processors of the decodes."""
         return self._wants_turn and not self._on_gpu
 
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
-        """Encode these chunks of an image; see `MediaEncoder`."""
+        """Encode these chunks; see `MediaEncoder`."""
         with self._changed:
             if (failure := self._ended) is None:
                 self._cancelled.discard(media.digest)
@@ -189,7 +223,7 @@ class LlamaImageEncoder:
             self._post(MediaEncoded(media.digest, ordinal, error=error))
 
     def cancel(self, digest: bytes) -> None:
-        """Encode no further chunk of this image."""
+        """Encode no further chunk of this image or audio."""
         with self._changed:
             self._jobs = deque(job for job in self._jobs if job[0].digest != digest)
             if self._present == digest:
@@ -200,7 +234,7 @@ class LlamaImageEncoder:
         if self._on_gpu:
             return
         with self._changed:
-            if work != "image":  # these rows follow the tokens of a tick
+            if work != "media":  # these rows follow the tokens of a tick
                 self._turn_until = (now := time.monotonic()) + self._turn_s(work, now)
                 self._changed.notify_all()
                 while self._wants_turn and (left := self._turn_until - time.monotonic()) > 0:
@@ -230,9 +264,9 @@ class LlamaImageEncoder:
     def _turn_s(self, work: Work, now: float) -> float:
         """Return the seconds of the encoder's turn before a decode that could begin now."""
         decoded_s, self._decoded_s = self._decoded_s, 0.0
-        # Rows of prompts and of images take what the target leaves: see `Turns.begin_gap`.
+        # Rows of prompts and of media take what the target leaves: see `Turns.begin_gap`.
         is_full = self._config.target_itl_ms is not None and (
-            work == "prompts" or self._work == "image"
+            work == "prompts" or self._work == "media"
         )
         if is_full or not (self._wants_turn and self._is_held):
             self._budget.pause()
@@ -254,13 +288,13 @@ class LlamaImageEncoder:
                 while (job := self._next()) is not None:
                     self._encode(projector, *job)
             except Exception as error:
-                logger.exception("the encoder of images has ended")
+                logger.exception("the encoder has ended")
                 self._end(error)
             finally:
                 self._projector = None
 
     def _end(self, error: Exception) -> None:
-        """Answer all waiting and later images with an error."""
+        """Answer all waiting and later media with an error."""
         with self._changed:
             self._ended = error
             jobs, self._jobs = self._jobs, deque()
@@ -279,13 +313,13 @@ class LlamaImageEncoder:
             flash_attn=config.flash_attn,
             slice_nodes=0 if self._on_gpu else SLICE_NODES,
         )
-        if not projector.has_vision:
-            projector.close()
-            raise ModelLoadError(self._path, "this projector takes no images")
+        has = {"image": projector.has_vision, "audio": projector.has_audio}
+        self.modalities = tuple(kind for kind, is_there in has.items() if is_there)
+        self.audio_sample_rate = projector.audio_sample_rate
         return projector
 
     def _next(self) -> tuple[MediaInput, tuple[int, ...]] | None:
-        """Return the next image; None at the end."""
+        """Return the next image or audio; None at the end."""
         with self._changed:
             while not (self._jobs or self._is_stopping):
                 self._changed.wait()
@@ -300,21 +334,24 @@ class LlamaImageEncoder:
         try:
             self._note(media.digest)
             with ExitStack() as opened:
-                size = media.height, media.width, 3
-                pieces = projector.split(np.frombuffer(media.pixels, np.uint8).reshape(size))
+                if media.kind == "image":
+                    pixels = np.frombuffer(media.data, np.uint8).reshape(*media.shape, 3)
+                    pieces = projector.split(pixels)
+                else:
+                    pieces = projector.split_audio(np.frombuffer(media.data, np.float32))
                 chunks = [piece for piece in pieces if not isinstance(piece, list)]
                 for chunk in chunks:
                     opened.callback(chunk.close)
                 for ordinal in ordinals:
                     chunk = chunks[ordinal]
-                    # Cutting and scaling the pixels above takes one core alone, beside the decodes.
+                    # Scaling the pixels or transforming the samples takes one core alone, beside the decodes.
                     rows = EncodedRows(self._encoded(projector, chunk), chunk.rows_at)
                     if not np.isfinite(rows.rows).all():
                         raise LlamaCallError("mtmd_batch_encode", 0, "embeddings are not finite")
                     left.pop(0)
                     self._post(MediaEncoded(media.digest, ordinal, rows))
         except Exception as error:
-            # A cancelled image may be wanted again: its next job is in the queue then.
+            # A cancelled one may be wanted again: its next job is in the queue then.
             self._fail(media, () if self._is_cancelled else left, error)
         finally:
             self._note(b"")
@@ -329,7 +366,7 @@ class LlamaImageEncoder:
         Raises
         ------
         EncodeCancelledError
-            The image is not needed any more.
+            It is not needed any more.
         """
         try:
             self._wants_turn = True
@@ -344,7 +381,7 @@ class LlamaImageEncoder:
     def _between(self) -> bool:
         """End a slice, wait until the encoder may compute, and begin another slice.
 
-        Return False if the image is not needed any more.
+        Return False if its image or audio is not needed any more.
         """
         with self._changed:
             self._is_in_slice = False
@@ -363,14 +400,14 @@ class LlamaImageEncoder:
             return not self._is_cancelled
 
 
-def _piece_of(piece: ChunkShape | list[int], n_whole_max: int) -> MediaPiece:
+def _piece_of(piece: ChunkShape | list[int], n_whole_max: int, kind: str) -> MediaPiece:
     if isinstance(piece, list):
         return MediaPiece(tokens=tuple(piece))
     n_rows, n_positions, is_causal, has_one_time = piece
     if not MIN_ROWS <= n_rows <= MAX_ROWS or not 1 <= n_positions <= n_rows:
         limit = f"one of {MIN_ROWS} to {MAX_ROWS} rows (image_min_tokens, image_max_tokens)"
-        raise InvalidRequestError("image", f"{n_rows} rows", limit)
+        raise InvalidRequestError(kind, f"{n_rows} rows", limit)
     if not is_causal and n_rows > n_whole_max:
         limit = f"at most {n_whole_max} rows, which are decoded at once (n_ubatch)"
-        raise InvalidRequestError("image", f"{n_rows} rows", limit)
+        raise InvalidRequestError(kind, f"{n_rows} rows", limit)
     return MediaPiece((), n_rows, n_positions, is_causal, has_one_time)

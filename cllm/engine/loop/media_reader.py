@@ -1,0 +1,240 @@
+"""Images and audio of a request: from a file to pixels or samples, and to rows of a prompt.  Event loop only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import NamedTuple
+
+import anyio.to_thread
+
+from cllm.engine.audio import Audio
+from cllm.engine.chat.readable import WORDS
+from cllm.engine.child_process import child_command, child_environment
+from cllm.engine.core.commands import LayoutMedia, MediaLayout
+from cllm.engine.loop.queue_gate import QueueGate
+from cllm.engine.media import MediaInput, Shape, left_out, n_bytes_of
+from cllm.engine.media_rows import Spans, chunk_content, row_ids
+from cllm.engine.media_source import MediaSource, NamedMedia
+from cllm.engine.request import ModelInfo
+from cllm.errors import InvalidRequestError, MissingExtraError
+
+DECODE_S = 20.0
+N_LAYOUTS = 1024  # shapes that are remembered
+N_AT_ONCE = 2  # requests whose media are decoded at the same time
+MAX_PROMPT_BYTES = 1 << 29  # of pixels and samples, in one prompt
+# Bytes of pixels and samples of open requests, beyond which the next request waits to read its media.
+MAX_OPEN_BYTES = 1 << 30
+
+
+class Decoded(NamedTuple):
+    """Pixels or samples as in a `MediaInput`, and their hash."""
+
+    shape: Shape
+    data: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, shape: Shape, data: bytes) -> Decoded:
+        """Return pixels or samples with their hash: a tenth of a second for a large image."""
+        digest = hashlib.sha256(b"".join(b"%d " % length for length in shape))
+        digest.update(data)
+        return cls(shape, data, digest.digest())
+
+
+class PromptMedia(NamedTuple):
+    """An image or audio in a prompt: its tokens with the rows of its chunks, and what a request carries of it."""
+
+    tokens: tuple[int, ...]
+    media: MediaInput
+
+
+class MediaReader:
+    """Turns images and audio into rows of a prompt.
+
+    Parameters
+    ----------
+    ask : callable
+        Asks the inference thread a question.
+    model : callable
+        Returns the loaded model.
+    gate : QueueGate
+        Counts the pixels and samples of open requests.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[LayoutMedia], Awaitable[MediaLayout]],
+        model: Callable[[], ModelInfo],
+        gate: QueueGate,
+    ) -> None:
+        self._ask = ask
+        self._model = model
+        self._gate = gate
+        self._layouts: dict[LayoutMedia, MediaLayout] = {}
+        self._turns: anyio.CapacityLimiter | None = None
+        self._threads: anyio.CapacityLimiter | None = None
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until a request may read its media; `N_AT_ONCE` requests read at the same time."""
+        if self._turns is None:
+            self._turns = anyio.CapacityLimiter(N_AT_ONCE)
+        async with self._turns:
+            while self._gate.n_media_bytes >= MAX_OPEN_BYTES:
+                await self._gate.wait_left()
+            yield
+
+    async def read(self, named: NamedMedia) -> PromptMedia:
+        """Return the rows of an image or audio.
+
+        Raises
+        ------
+        InvalidRequestError
+            The file cannot be read or decoded, or the engine takes no such media; the error names its field.
+        """
+        try:
+            return await self._read(named.media)
+        except InvalidRequestError as error:
+            raise named.with_field(error) from None
+
+    async def _read(self, source: MediaSource) -> PromptMedia:
+        model = self._model()
+        if source.kind not in model.modalities:
+            limit = left_out(source.kind, model.modalities)
+            raise InvalidRequestError(source.kind, source.shown, limit)
+        if self._threads is None:  # a cancelled request leaves its turn before its thread has ended
+            self._threads = anyio.CapacityLimiter(N_AT_ONCE)
+        decoding = Decoding()
+        try:
+            decoded = await anyio.to_thread.run_sync(
+                partial(decoding.run, source, model.audio_sample_rate),
+                limiter=self._threads,
+                abandon_on_cancel=True,
+            )
+        except BaseException:
+            decoding.stop()
+            raise
+        shape, data, digest = decoded
+        layout = await self._layout(LayoutMedia(shape))
+        tokens: list[int] = []
+        chunks = [piece for piece in layout.pieces if piece.n_rows]
+        ordinal = 0
+        for piece in layout.pieces:
+            tokens += piece.tokens
+            if piece.n_rows:
+                content = chunk_content(digest, ordinal)
+                tokens += row_ids(
+                    content, piece.n_rows, piece.n_positions, has_one_time=piece.has_one_time
+                )
+                ordinal += 1
+        is_causal = all(chunk.is_causal for chunk in chunks)
+        return PromptMedia(tuple(tokens), MediaInput(digest, data, shape, len(chunks), is_causal))
+
+    async def check(self, media: tuple[MediaInput, ...], tokens: tuple[int, ...]) -> None:
+        """Check that this engine cuts the media of a saved prompt into the same chunks.
+
+        Raises
+        ------
+        InvalidRequestError
+            It has no projector, another one, or other limits of rows.
+        """
+        chunks = []
+        for each in media:
+            layout = await self._layout(LayoutMedia(each.shape))
+            chunks += [
+                (piece.n_rows, piece.n_positions, piece.has_one_time)
+                for piece in layout.pieces
+                if piece.n_rows
+            ]
+        spans = Spans.of(tokens)
+        shapes = [(span.end - span.start, span.n_positions, span.has_one_time) for span in spans]
+        if shapes != chunks:
+            found = [shape[:2] for shape in shapes]
+            limit = "the rows of this engine's projector (image_min_tokens, image_max_tokens)"
+            kind = media[0].kind if media else "image"
+            raise InvalidRequestError(kind, f"chunks of {found} rows and positions", limit)
+
+    async def _layout(self, question: LayoutMedia) -> MediaLayout:
+        layout = self._layouts.pop(question, None)
+        if layout is None:
+            layout = await self._ask(question)
+        self._layouts[question] = layout
+        while len(self._layouts) > N_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return layout
+
+
+class Decoding:
+    """Decoding of one image or recording."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """End the process that decodes.  Any thread."""
+        self._is_stopped = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def run(self, media: MediaSource, sample_rate: int) -> Decoded:
+        """Return the pixels or samples, decoded in a process of its own.  Any thread; may take seconds.
+
+        Parameters
+        ----------
+        sample_rate : int
+            Samples a second of audio that the model takes.
+
+        Raises
+        ------
+        InvalidRequestError
+            The file cannot be read or decoded.
+        MissingExtraError
+            The extra `media` is not installed.
+        """
+        source, name, kind = media.read(), media.shown, media.kind
+        if isinstance(media, Audio) and media.sample_rate != sample_rate:
+            source = media.file()  # the process resamples it
+        if not isinstance(source, bytes):
+            return Decoded.of(source.shape[:2], source.tobytes())
+        wanted = "image" if kind == "image" else str(sample_rate)
+        command = child_command("cllm.engine.media_child", str(math.ceil(DECODE_S)), wanted)
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(),
+            process_group=0,
+        ) as process:
+            self._process = process
+            try:
+                if self._is_stopped:  # checked last: `stop` may have been called meanwhile
+                    process.kill()
+                output, _ = process.communicate(source, timeout=DECODE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                limit = f"{WORDS[kind]} that is decoded within {DECODE_S:.0f} s"
+                raise InvalidRequestError(kind, name, limit) from None
+            finally:
+                self._process = None
+        line, _, data = output.partition(b"\n")
+        ended = f"an intact file (the process that decodes it ended with {process.returncode})"
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise InvalidRequestError(kind, name, ended) from None
+        if (missing := answer.get("missing")) is not None:
+            raise MissingExtraError(missing, name="PIL" if kind == "image" else "soundfile")
+        if (reason := answer.get("error")) is not None:
+            raise InvalidRequestError(kind, answer.get("value", name), reason)
+        shape = tuple(answer["shape"])
+        if len(data) != n_bytes_of(shape):
+            raise InvalidRequestError(kind, name, ended)
+        return Decoded.of(shape, data)

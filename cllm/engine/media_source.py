@@ -1,0 +1,153 @@
+"""MediaSource: an image or a recording in a prompt, before it is read."""
+
+from __future__ import annotations
+
+import binascii
+import os
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cllm.engine.media_limits import check_n_bytes
+from cllm.errors import InvalidArgumentError, InvalidRequestError
+
+
+class Base64Text(NamedTuple):
+    """A file as base64 text, as in a `data:` URL, without a copy of the text.
+
+    Attributes
+    ----------
+    start : int
+        Index in `text` at which the base64 text begins.
+    """
+
+    text: str
+    start: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Largest number of bytes of the file."""
+        return 3 * (len(self.text) - self.start) // 4
+
+    def decoded(self, kind: str) -> bytes:
+        """Return the file of an image or of audio.
+
+        Raises
+        ------
+        InvalidRequestError
+            The text is not base64, or the file has too few bytes.
+        """
+        try:
+            # Spaces and line breaks may be between the characters, and "=" at the end is often missing.
+            data = binascii.a2b_base64(f"{self.text[self.start :]}==")
+        except ValueError as error:
+            limit = f"a file as base64 text ({error})"
+            raise InvalidRequestError(kind, f"{self.n_bytes} bytes", limit) from None
+        check_n_bytes(kind, len(data), InvalidRequestError)
+        return data
+
+
+class MediaSource:
+    """The path of a file, the bytes of one, base64 text of one, or an array: see `Image` and `Audio`.
+
+    Attributes
+    ----------
+    kind : str
+        "image" or "audio": its modality, and its field in errors.
+    """
+
+    __slots__ = ("__weakref__", "source")
+
+    kind: ClassVar[str]
+
+    def __init__(self, source: object) -> None:
+        self.source: Path | bytes | NDArray[Any] | Base64Text
+        if isinstance(source, np.ndarray):
+            self.source = self._checked(source).copy()
+        elif isinstance(source, bytes | bytearray | memoryview):
+            check_n_bytes(self.kind, len(source), InvalidArgumentError)
+            self.source = bytes(source)
+        elif isinstance(source, Base64Text):
+            check_n_bytes(self.kind, source.n_bytes, InvalidRequestError)
+            self.source = source
+        elif isinstance(source, str | os.PathLike) and str(source) and "\0" not in str(source):
+            self.source = Path(source)
+        else:
+            limit = "a path, the bytes of a file, or an array"
+            raise InvalidArgumentError(self.kind, source, limit)
+
+    @staticmethod
+    def _checked(array: NDArray[Any]) -> NDArray[Any]:
+        """Return the array as it is kept; raise `InvalidArgumentError` for one of another type or shape."""
+        raise NotImplementedError
+
+    @property
+    def _size(self) -> str:
+        """The size of an array, in an error."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_base64(cls, text: str, start: int = 0) -> Self:
+        """Return the image or audio of a file as base64 text, which begins at `start`; `read` decodes it.
+
+        Raises
+        ------
+        InvalidRequestError
+            The text is empty or too long.
+        """
+        return cls(Base64Text(text, start))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.shown!r}>"
+
+    @property
+    def shown(self) -> str:
+        """The image or audio in an error: its path, or its size."""
+        source = self.source
+        if isinstance(source, Path):
+            return str(source)
+        if isinstance(source, bytes):
+            return f"{len(source)} bytes"
+        if isinstance(source, Base64Text):
+            return f"{source.n_bytes} bytes"
+        return self._size
+
+    def read(self) -> bytes | NDArray[Any]:
+        """Return the content of the file, or the array.  Any thread; reads a file.
+
+        Raises
+        ------
+        InvalidRequestError
+            The file cannot be read, or is too large.
+        """
+        if isinstance(self.source, Base64Text):
+            return self.source.decoded(self.kind)
+        if not isinstance(self.source, Path):
+            return self.source
+        try:
+            check_n_bytes(self.kind, self.source.stat().st_size, InvalidRequestError)
+            return self.source.read_bytes()
+        except OSError as error:
+            reason = f"a file that can be read: {error.strerror}"
+            raise InvalidRequestError(self.kind, self.shown, reason) from None
+
+
+class NamedMedia(NamedTuple):
+    """An image or audio of a prompt, and the field of it for errors: `messages[3].content[1]`.
+
+    Attributes
+    ----------
+    is_optional : bool
+        True: a model that does not take it reads words in its place.  False: the request is rejected.
+    """
+
+    media: MediaSource
+    field: str
+    is_optional: bool = False
+
+    def with_field(self, error: InvalidRequestError) -> InvalidRequestError:
+        """Return an error of the image or audio with the name of its field."""
+        field = self.field if error.field == self.media.kind else error.field
+        return InvalidRequestError(field, error.value, error.limit)
