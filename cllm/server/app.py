@@ -30,6 +30,7 @@ from cllm.server.routes import (
     responses,
     slots,
     tokens,
+    transcriptions,
 )
 from cllm.server.routes.page import add_page
 from cllm.server.state import ServerState
@@ -111,6 +112,7 @@ def create_app(
     routes = (
         generate,
         openai,
+        transcriptions,
         responses,
         messages,
         embeddings,
@@ -161,7 +163,7 @@ def add_guards(
     n_bytes_max : callable, optional
         Returns how many bytes a body may have.  None: the model is not known yet.
     """
-    unknown = config.n_body_bytes_max(N_CTX_UNKNOWN, takes_images=True)
+    unknown = config.n_body_bytes_max(N_CTX_UNKNOWN, takes_media=True)
     app.add_middleware(Limits, config=config, n_bytes_max=n_bytes_max or (lambda: unknown))
     if config.cors_origins:
         # Outside `Limits`: browsers send no key with a preflight, and pages may read rejections.

@@ -125,11 +125,11 @@ class ServerConfig:
         """Return how many messages a chat may have."""
         return max(1024, n_ctx // 16) if self.max_messages is None else self.max_messages
 
-    def n_body_bytes_max(self, n_ctx: int, *, takes_images: bool = False) -> int:
+    def n_body_bytes_max(self, n_ctx: int, *, takes_media: bool = False) -> int:
         """Return how many bytes a body may have."""
         if self.max_body_bytes is not None:
             return self.max_body_bytes
-        return max(32 << 20 if takes_images else 4 << 20, 64 * n_ctx)
+        return max(32 << 20 if takes_media else 4 << 20, 64 * n_ctx)
 
     def of_model(self, name: str) -> ServerConfig:
         """Return a copy of the settings for one of several models, with its name as `model_name`."""

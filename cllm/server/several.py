@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +23,9 @@ from cllm.server.http.limits import HeadAsGet, is_open, route_path, with_known_p
 from cllm.server.http.problems import Problem, answer_problem, problem_of, unavailable
 from cllm.server.model_pool import ModelPool, PooledModel
 from cllm.server.routes.openai import architecture_of
+
+FORM = b"--"  # the beginning of a form, which is no JSON
+MODEL_IN_FORM = re.compile(rb'name="model"\r?\n(?:[^\r\n]+\r?\n)*\r?\n([^\r\n]{1,200})\r?\n')
 
 
 def create_models_app(
@@ -133,6 +137,9 @@ def _name_in(body: bytes) -> str | None:
     Problem
         400: the body is not JSON, or too large to parse; see `parsed`.
     """
+    if body.startswith(FORM):
+        part = MODEL_IN_FORM.search(body)
+        return None if part is None else part[1].decode("utf-8", "replace")
     value = parsed(body) if body else None
     name = value.get("model") if isinstance(value, dict) else None
     return name if isinstance(name, str) else None

@@ -111,8 +111,8 @@ class ServerState:
 
     def n_body_bytes_max(self) -> int:
         """Return how many bytes a body may have."""
-        takes_images = self.engine is None or "image" in self.engine.model.modalities
-        return self.config.n_body_bytes_max(self.n_ctx, takes_images=takes_images)
+        takes_media = self.engine is None or len(self.engine.model.modalities) > 1
+        return self.config.n_body_bytes_max(self.n_ctx, takes_media=takes_media)
 
     def check_messages(self, n: int, field: str = "messages") -> None:
         """Raise an error if a chat has too many messages.

@@ -340,8 +340,8 @@ async def test_prompts_of_generate_and_of_llama_server_have_images() -> None:
 # --- Limits ----------------------------------------------------------------------------------------
 async def test_bodies_may_be_larger_if_the_model_takes_images() -> None:
     config = ServerConfig()
-    assert config.n_body_bytes_max(4096, takes_images=True) == 32 << 20
-    assert ServerConfig(max_body_bytes=99).n_body_bytes_max(4096, takes_images=True) == 99
+    assert config.n_body_bytes_max(4096, takes_media=True) == 32 << 20
+    assert ServerConfig(max_body_bytes=99).n_body_bytes_max(4096, takes_media=True) == 99
     large = {**asking("/v1/chat/completions", "a"), "metadata": {"x": "A" * (5 << 20)}}
     async with serving() as (_, http):
         assert (await http.post("/v1/chat/completions", json=large)).status_code == 200
@@ -399,6 +399,11 @@ NAMES = (
     "media_type",
     "mimeType",
     "file_id",
+    "input_audio",
+    "audio_url",
+    "audio",
+    "resource",
+    "blob",
     "text",
 )
 JUNK = st.recursive(
@@ -415,6 +420,9 @@ TYPES = (
     "computer_screenshot",
     "text",
     "input_audio",
+    "audio_url",
+    "audio",
+    "resource",
     "file",
     "",
 )

@@ -28,11 +28,14 @@ class AnswerForm(ABC):
         True if a stream whose prompt is too long has status 200 and ends with an error event.
     reads_deltas : bool
         True if `events` is called for answers that are not streamed too.
+    is_plain : bool
+        True if a whole answer is plain text, and not JSON.
     """
 
     prompt_field = "prompt"
     tells_overflows = False
     reads_deltas = False
+    is_plain = False
 
     def begin(self) -> Iterable[Event]:
         """Return the first events, unless they have been sent."""
@@ -78,7 +81,7 @@ class AnswerForm(ABC):
 
     @abstractmethod
     def whole(self, done: Sequence[Completion]) -> object:
-        """Return the whole answer, to be encoded as JSON."""
+        """Return the whole answer: a text with `is_plain`, otherwise a value to be encoded as JSON."""
 
 
 def answer(
@@ -144,6 +147,9 @@ def answer(
                 raise failure from error
             last = form.failed(failure)
         else:
+            if form.is_plain:
+                await writer.whole(str(form.whole(done)).encode(), "text/plain; charset=utf-8")
+                return
             if not is_streamed:
                 is_long = any(one.logprobs or one.prompt_logprobs for one in done)
                 await writer.json(lambda: form.whole(done), is_long=is_long)

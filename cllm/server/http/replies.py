@@ -55,9 +55,9 @@ class Writer:
             await anyio.to_thread.run_sync(_encoded, make) if is_long else _encoded(make)
         )
 
-    async def whole(self, content: bytes) -> None:
-        """Send the whole answer, `content`, which is encoded JSON."""
-        response = Response(content, media_type="application/json")
+    async def whole(self, content: bytes, media_type: str = "application/json") -> None:
+        """Send the whole answer, `content`: encoded JSON, or of another media type."""
+        response = Response(content, media_type=media_type)
         await response(self._scope, self._receive, self._send)
 
     async def begin(self) -> None:
