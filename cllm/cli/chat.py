@@ -71,8 +71,8 @@ async def _take(chat: Chat, commands: ChatCommands, line: str) -> None:
         await commands.obey(line)
     elif line:
         attached, chat.attached = "".join(chat.attached), []
-        images, chat.images = tuple(chat.images), []
-        await chat.answer(attached + line.removeprefix("/"), images)
+        media, chat.media = tuple(chat.media), []
+        await chat.answer(attached + line.removeprefix("/"), media)
 
 
 def _ask_message() -> str | None:

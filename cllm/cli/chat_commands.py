@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
-from cllm import CllmError, Image, InvalidRequestError, RequestError, SamplingParams
+from cllm import Audio, CllmError, Image, InvalidRequestError, RequestError, SamplingParams
 from cllm.cli.chat_session import Chat
 from cllm.cli.history import turns_of
 from cllm.cli.terminal import complain, note, visible
@@ -54,7 +55,12 @@ class ChatCommands:
                 "NAME VALUE", "set a sampling parameter; without NAME, show those set", self._set
             ),
             "file": ChatCommand("PATH", "put a text file before the next message", self._file),
-            "image": ChatCommand("PATH", "put an image before the next message", self._image),
+            "image": ChatCommand(
+                "PATH", "put an image before the next message", partial(self._attach, Image)
+            ),
+            "audio": ChatCommand(
+                "PATH", "put a recording before the next message", partial(self._attach, Audio)
+            ),
             "save": ChatCommand("PATH", "write the chat to a file, as JSON", self._save),
             "load": ChatCommand("PATH", "continue a saved chat", self._load),
             "tokens": ChatCommand("TEXT", "show the tokens of a text", self._tokens),
@@ -92,7 +98,7 @@ class ChatCommands:
             return
         given, chat.params = chat.params, replace(chat.params, seed=None)
         try:
-            await chat.answer(turn.message, turn.images)
+            await chat.answer(turn.message, turn.media)
         finally:
             chat.params = given
 
@@ -136,14 +142,15 @@ class ChatCommands:
             n_tokens = await self._chat.count(text)
             note(f"{n_tokens:,} tokens, before the next message.")
 
-    async def _image(self, path: str) -> None:
+    async def _attach(self, kind: type[Image] | type[Audio], path: str) -> None:
         file = Path(path).expanduser().resolve()
-        if not self._chat.takes_images:
-            complain("this model takes no images: give its projector as --mmproj")
+        if kind.kind not in self._chat.modalities:
+            taken = "images" if kind is Image else "audio"
+            complain(f"this model takes no {taken}: give a projector for it as --mmproj")
         elif not file.is_file():
             complain(f"{path or 'the path'} is not a file")
         else:
-            self._chat.images.append(Image(file))
+            self._chat.media.append(kind(file))
             note(f"{file.name}, before the next message.")
 
     async def _save(self, path: str) -> None:
@@ -203,8 +210,8 @@ class ChatCommands:
         self.has_ended = True
 
 
-def _path_of(image: Image) -> str:
-    return str(image.source)
+def _path_of(media: Image | Audio) -> str:
+    return str(media.source)
 
 
 def _read(path: str) -> str | None:

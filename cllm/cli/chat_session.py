@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from cllm import (
+    Audio,
     ChatPromptOptions,
     Completion,
     Engine,
@@ -17,7 +18,7 @@ from cllm import (
     SamplingParams,
     TokenStream,
 )
-from cllm.cli.history import History, Message, Messages, Turn
+from cllm.cli.history import History, Media, Message, Messages, Turn
 from cllm.cli.terminal import DIM, StandardOutput, complain, is_terminal, note, styled
 from cllm.cli.tool_file import FunctionTool, run_tool
 
@@ -35,8 +36,8 @@ class Chat:
         Sampling parameters of the next answers.
     attached : list of str
         Texts that are put before the next message.
-    images : list of Image
-        Images that are put before the next message.
+    media : list of Image and Audio
+        Images and recordings that are put before the next message.
     has_failed : bool
         True if a message could not be answered.
     """
@@ -60,7 +61,7 @@ class Chat:
         self.params = params
         self.history: History = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
         self.attached: list[str] = []
-        self.images: list[Image] = []
+        self.media: list[Image | Audio] = []
         self._out = out
         self._last: Completion | None = None
         self._stream: TokenStream | None = None
@@ -78,9 +79,9 @@ class Chat:
         return self._engine.config.model is None
 
     @property
-    def takes_images(self) -> bool:
-        """True if the model has a projector for images."""
-        return "image" in self._engine.model.modalities
+    def modalities(self) -> tuple[str, ...]:
+        """Kinds of content that the model takes: "text", "image", "audio"."""
+        return self._engine.model.modalities
 
     async def stop(self) -> None:
         """Stop the present answer."""
@@ -89,26 +90,24 @@ class Chat:
             await self._stream.cancel()
 
     # --- Answers -----------------------------------------------------------------------------
-    async def answer(self, message: str, images: tuple[Image, ...] = ()) -> None:
+    async def answer(self, message: str, media: Media = ()) -> None:
         """Print the answer to a message, with the turns that fit the context; print an error of the request."""
         self._is_stopped = False
         try:
             turns = await self.history.fitting(
-                message, images, count=self.count, count_prompt=self.count_prompt
+                message, media, count=self.count, count_prompt=self.count_prompt
             )
-            while not await self._answer_after(turns, message, images):
+            while not await self._answer_after(turns, message, media):
                 turns = turns[1:]
         except RequestError as error:
             self.has_failed = True
             complain(str(error))
 
-    async def _answer_after(
-        self, turns: list[Turn], message: str, images: tuple[Image, ...]
-    ) -> bool:
+    async def _answer_after(self, turns: list[Turn], message: str, media: Media) -> bool:
         """Print and remember an answer; return False if the prompt is too long and a turn can be dropped."""
         said: list[Message] = []
         for _ in range(MAX_ROUNDS):
-            messages = [*self.history.messages(turns, message, images), *said]
+            messages = [*self.history.messages(turns, message, media), *said]
             stream = self._engine.stream_chat(messages, self.params, **self._options)
             try:
                 async with self._opened(stream):
@@ -130,7 +129,7 @@ class Chat:
             note(f"The model goes on calling: stopped after {MAX_ROUNDS} rounds.")
         usage = completion.usage
         n_tokens = usage.n_prompt + usage.n_output
-        self._remember(Turn(message, tuple(said), n_tokens, images), completion)
+        self._remember(Turn(message, tuple(said), n_tokens, media), completion)
         return True
 
     async def _print(self, stream: TokenStream) -> Completion:

@@ -21,6 +21,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from rich.cells import set_cell_size
 
 from cllm import (
+    Audio,
     Completion,
     Engine,
     EngineConfig,
@@ -31,6 +32,7 @@ from cllm import (
     SamplingParams,
     TokenStream,
 )
+from cllm.cli.history import parts_of
 from cllm.cli.options import EngineFlags, SamplingFlags, with_flags
 from cllm.cli.terminal import (
     BOLD,
@@ -51,13 +53,13 @@ STANDARD_INPUT = "-"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How prompts are read and outputs printed; the images stand before each prompt."""
+    """How prompts are read and outputs printed; the media stand before each prompt."""
 
     as_chat: bool
     as_json: bool
     has_headings: bool
     has_progress_bar: bool
-    images: tuple[Image, ...] = ()
+    media: tuple[Image | Audio, ...] = ()
 
 
 class Submitted:
@@ -178,12 +180,12 @@ class PromptRun:
         self._show_progress()
 
     def _stream(self, prompt: str) -> TokenStream:
-        images = self._form.images
+        media = self._form.media
         if self._form.as_chat:
-            parts = [{"type": "image", "image": image} for image in images]
+            parts = parts_of(media)
             content = [*parts, {"type": "text", "text": prompt}] if parts else prompt
             return self._engine.stream_chat([{"role": "user", "content": content}], self._params)
-        return self._engine.stream([*images, prompt] if images else prompt, self._params)
+        return self._engine.stream([*media, prompt] if media else prompt, self._params)
 
     async def _print_all(self, receive: MemoryObjectReceiveStream[Submitted]) -> bool:
         is_right = True
@@ -274,6 +276,10 @@ def generate(
         list[str],
         typer.Option(metavar="FILE", help="Image before each prompt, in order; needs --mmproj."),
     ] = [],  # noqa: B006  # typer copies it
+    audio: Annotated[
+        list[str],
+        typer.Option(metavar="FILE", help="Recording before each prompt, behind the images."),
+    ] = [],  # noqa: B006
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with usage and timings.")
     ] = False,
@@ -287,6 +293,6 @@ def generate(
         has_headings=are_several and is_screen and not as_json,
         # Growing outputs show progress too, and a bar on the same screen would overwrite them.
         has_progress_bar=are_several and not is_screen,
-        images=tuple(map(Image, image)),
+        media=(*map(Image, image), *map(Audio, audio)),
     )
     return run(_generate, prompts, engine.config(), sampling.params(), form)

@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cllm import Image
+from cllm import Audio, Image
 
 Message = dict[str, Any]
 Messages = list[Message]
+Media = tuple[Image | Audio, ...]
+CLASSES: dict[str, type[Image] | type[Audio]] = {"image": Image, "audio": Audio}
 
 # Estimated tokens that a chat template adds around a message.
 N_AROUND = 16
@@ -25,14 +27,14 @@ class Turn:
         Messages after it: calls of tools and their results, and at last the answer.
     n_tokens : int
         Tokens of the last prompt, which has all earlier turns, and of the answer; 0: unknown.
-    images : tuple of Image
-        Images before the message.
+    media : tuple of Image and Audio
+        Images and recordings before the message.
     """
 
     message: str
     said: tuple[Message, ...]
     n_tokens: int
-    images: tuple[Image, ...] = ()
+    media: Media = ()
 
     @property
     def texts(self) -> list[str]:
@@ -76,16 +78,14 @@ class History:
         """
         return self.turns[-1].n_tokens if self.turns else 0
 
-    def messages(
-        self, turns: Sequence[Turn], message: str | None, images: tuple[Image, ...] = ()
-    ) -> Messages:
-        """Return these turns and one more message with its images, as the engine takes them."""
+    def messages(self, turns: Sequence[Turn], message: str | None, media: Media = ()) -> Messages:
+        """Return these turns and one more message with its media, as the engine takes them."""
         messages: Messages = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
         for turn in turns:
-            messages += [_of_user(turn.message, turn.images), *turn.said]
-        return messages if message is None else [*messages, _of_user(message, images)]
+            messages += [_of_user(turn.message, turn.media), *turn.said]
+        return messages if message is None else [*messages, _of_user(message, media)]
 
     def all_messages(self) -> Messages:
         """Return all messages."""
@@ -94,7 +94,7 @@ class History:
     async def fitting(
         self,
         message: str,
-        images: tuple[Image, ...] = (),
+        media: Media = (),
         *,
         count: Callable[[str], Awaitable[int]],
         count_prompt: Callable[[Messages], Awaitable[int]],
@@ -115,9 +115,9 @@ class History:
         n_room = self.n_ctx - self._n_for_answer
         if not self.turns:
             return []
-        if not images and self.n_tokens + await count(message) + N_AROUND <= n_room:
+        if not media and self.n_tokens + await count(message) + N_AROUND <= n_room:
             return list(self.turns)
-        n_prompt = await count_prompt(self.messages(self.turns, message, images))
+        n_prompt = await count_prompt(self.messages(self.turns, message, media))
         if n_prompt <= n_room:
             return list(self.turns)
         # After a drop the rest of the chat is computed again: drop seldom, and down to half the context.
@@ -125,8 +125,8 @@ class History:
         kept = list(self.turns)
         while kept and n_prompt > n_wanted:
             dropped = kept.pop(0)
-            if dropped.images:
-                n_prompt = await count_prompt(self.messages(kept, message, images))
+            if dropped.media:
+                n_prompt = await count_prompt(self.messages(kept, message, media))
             else:
                 n_prompt -= sum([await count(text) for text in dropped.texts])
         return kept
@@ -146,22 +146,27 @@ class History:
         self.turns.clear()
 
 
-def _of_user(message: str, images: tuple[Image, ...]) -> Message:
-    if not images:
+def parts_of(media: Media) -> list[Message]:
+    """Return images and recordings as parts of a content."""
+    return [{"type": each.kind, each.kind: each} for each in media]
+
+
+def _of_user(message: str, media: Media) -> Message:
+    if not media:
         return {"role": "user", "content": message}
-    parts: list[Message] = [{"type": "image", "image": image} for image in images]
+    parts = parts_of(media)
     return {"role": "user", "content": [*parts, {"type": "text", "text": message}]}
 
 
-def _from_user(content: Any) -> tuple[str, tuple[Image, ...]]:
-    """Return the text of a user's message, and its images: paths of files stand for them."""
+def _from_user(content: Any) -> tuple[str, Media]:
+    """Return the text of a user's message, and its media: paths of files stand for them."""
     if isinstance(content, str):
         return content, ()
-    *images, text = content
+    *media, text = content
     is_text = text["type"] == "text" and isinstance(text["text"], str)
-    if not is_text or any(part["type"] != "image" for part in images):
-        raise ValueError("a message has images, and then one text")
-    return text["text"], tuple(Image(part["image"]) for part in images)
+    if not is_text or any(part["type"] not in CLASSES for part in media):
+        raise ValueError("a message has images and recordings, and then one text")
+    return text["text"], tuple(CLASSES[part["type"]](part[part["type"]]) for part in media)
 
 
 def turns_of(messages: Messages) -> tuple[str | None, list[Turn]]:
@@ -179,10 +184,10 @@ def turns_of(messages: Messages) -> tuple[str | None, list[Turn]]:
         first, said = rest.pop(0), list[Message]()
         if first["role"] != "user":
             raise ValueError("a turn begins with a message of the user")
-        message, images = _from_user(first["content"])
+        message, media = _from_user(first["content"])
         while rest and rest[0]["role"] in ("assistant", "tool"):
             said.append(rest.pop(0))
         if not said or said[-1]["role"] != "assistant":
             raise ValueError("a message has no answer")
-        turns.append(Turn(message, tuple(said), n_tokens=0, images=images))
+        turns.append(Turn(message, tuple(said), n_tokens=0, media=media))
     return system, turns

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from PIL import Image as Pillow
 
-from cllm import Engine, EngineConfig, SamplingParams
+from cllm import Audio, Engine, EngineConfig, SamplingParams
 from cllm.cli.chat_commands import ChatCommands
 from cllm.cli.chat_session import Chat
 from cllm.cli.history import History, Messages, Turn
@@ -171,7 +172,33 @@ def test_an_image_goes_before_the_next_message_and_is_saved_as_its_path(tmp_path
         assert f"cannot continue {saved}: messages[0].content[0] is" in refused.stderr
         assert "1 turn, " in refused.stderr
     refused = run_cllm("chat", input=f"/image {file}")
-    assert refused.stderr == "cllm: this model takes no images: give its projector as --mmproj\n"
+    assert (
+        refused.stderr == "cllm: this model takes no images: give a projector for it as --mmproj\n"
+    )
+
+
+def test_a_recording_goes_before_the_next_message_and_before_each_prompt(tmp_path: Path) -> None:
+    file, saved = tmp_path / "a.wav", tmp_path / "chat.json"
+    file.write_bytes(Audio(np.zeros(1600, np.float32)).file())
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    options = ["-m", str(make_model.ensure("tiny-llama")), "-c", "512", "-n", "4", *GREEDY]
+    options += ["--mmproj", str(make_projector.ensure("ultravox")), "--chat-template", template]
+    lines = [
+        f"/audio {file}",
+        "what?",
+        f"/save {saved}",
+        "/image a.png",
+        "/reset",
+        f"/load {saved}",
+    ]
+    done = run_cllm("chat", *options, input="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    first, *_ = json.loads(saved.read_text())["messages"]
+    assert first["content"][0] == {"type": "audio", "audio": str(file)}
+    assert "cllm: this model takes no images" in done.stderr
+    assert "is no chat" not in done.stderr
+    done = run_cllm("generate", *options, "--audio", str(file), "--json", "a")
+    assert json.loads(done.stdout)["usage"]["n_audio_tokens"] == 50
 
 
 def test_a_file_goes_before_the_next_message(tmp_path: Path) -> None:

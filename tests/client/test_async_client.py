@@ -19,6 +19,7 @@ import pytest
 from PIL import Image as Pillow
 
 from cllm import (
+    Audio,
     ClosedError,
     Completion,
     Engine,
@@ -40,7 +41,7 @@ from tests.client.cutting_proxy import cutting
 from tests.conftest import QUIET
 from tests.engine.samplings import PROMPTS, SAMPLINGS
 from tests.server.conftest import LONG, Server, running, wait_for
-from tools import make_projector
+from tools import make_model, make_projector
 
 pytestmark = [
     pytest.mark.anyio,
@@ -642,6 +643,31 @@ async def test_images_are_sent_to_servers_and_give_what_an_engine_gives(
         with pytest.raises(InvalidRequestError, match="can be read") as caught:
             await client.generate(["a", Image(tmp_path / "none.png")], **options)
         assert caught.value.field == "prompt[1]"
+
+
+async def test_audio_is_sent_to_servers_and_gives_what_an_engine_gives(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model, mmproj = make_model.ensure("tiny-llama"), make_projector.ensure("ultravox")
+    sound = Audio(np.sin(np.arange(4_000) / 7).astype(np.float32), sample_rate=8_000)
+    given = ("--deterministic", "--n-ctx", str(N_CTX), "-m", str(model), "--mmproj", str(mmproj))
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    prompt: list[Any] = ["a", sound, "b"]
+    messages: list[Any] = [{"role": "user", "content": [{"type": "audio", "audio": sound}]}]
+    with running(tmp_path_factory.mktemp("hearing") / "log", *given) as server:
+        async with (
+            AsyncClient(server.url) as client,
+            Engine(model, deterministic=True, n_ctx=N_CTX, mmproj=mmproj, **QUIET) as engine,
+        ):
+            mine = await client.generate(prompt, **options)
+            assert told(mine) == told(await engine.generate(prompt, **options))
+            assert (mine.usage.n_audio_tokens, mine.usage.n_image_tokens) == (50, 0)
+            mine = await client.chat(messages, **options)
+            assert told(mine) == told(await engine.chat(messages, **options))
+            broken: list[Any] = ["a", Audio(b"no audio")]
+            with pytest.raises(InvalidRequestError, match="an intact WAV") as caught:
+                await client.generate(broken, **options)
+            assert caught.value.field == "prompt[1]"
 
 
 async def test_a_stream_with_an_image_moves_to_another_server(

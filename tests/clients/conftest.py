@@ -22,10 +22,12 @@ FINAL = FakeAnswer(tool_calls=[("final_result", {"city": "Paris", "degrees": 20}
 
 
 def answer(prompt: str) -> FakeAnswer | str:
-    """Return the scripted answer: a count of images, a call of a weather or "final_result" tool, a result, JSON, or a greeting."""
+    """Return the scripted answer: a count of images or recordings, a call of a weather or "final_result" tool, a result, JSON, or a greeting."""
     *_, last = (line for line in prompt.splitlines() if line.startswith(("user: ", "tool: ")))
     if "<image>" in prompt:
         return f"I see {prompt.count('<image>')}."
+    if "<audio>" in prompt:
+        return f"I hear {prompt.count('<audio>')}."
     if "final_result" in prompt:
         return FINAL
     if last.startswith("tool: "):

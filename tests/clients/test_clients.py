@@ -7,6 +7,7 @@ import base64
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 for module in ("agents", "anthropic", "langchain_openai", "litellm", "openai", "pydantic_ai"):
@@ -30,6 +31,7 @@ from pydantic_ai.models.openai import OpenAIResponsesModel as ResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from cllm import Audio
 from tests.clients.agents.mcp_server import PIXEL
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -285,3 +287,40 @@ def test_langchain_and_litellm_send_images(base_url: str) -> None:
             max_tokens=50,
         )
         assert done.choices[0].message.content == "I see 1."
+
+
+# --- Audio --------------------------------------------------------------------------------------
+WAV = Audio(np.zeros(800, np.float32)).file()
+SOUND = base64.b64encode(WAV).decode()
+
+
+def test_openai_sends_audio_and_asks_for_transcriptions(client: openai.OpenAI) -> None:
+    part: Any = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+    chat = client.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+    assert chat.choices[0].message.content == "I hear 1."
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens_details is not None
+    assert chat.usage.prompt_tokens_details.audio_tokens == 5
+    file = ("a.wav", WAV)
+    ask = client.audio.transcriptions.create
+    assert ask(file=file, model="m", language="en").text == "I hear 1."
+    assert ask(file=file, model="m", response_format="text").strip() == "I hear 1."
+    *_, last = ask(file=file, model="m", stream=True)
+    assert (last.type, last.text) == ("transcript.text.done", "I hear 1.")
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        ask(file=file, model="m", response_format="srt")
+
+
+def test_pydantic_ai_and_langchain_send_audio(base_url: str) -> None:
+    prompt = ["What is this?", BinaryContent(data=WAV, media_type="audio/wav")]
+    assert asyncio.run(Agent(model_of("chat", base_url)).run(prompt)).output == "I hear 1."
+    chat = ChatOpenAI(model="m", base_url=f"{base_url}/v1", api_key="none")
+    part: Any = {"type": "audio", "source_type": "base64", "data": SOUND, "mime_type": "audio/wav"}
+    assert chat.invoke([HumanMessage([part])]).text == "I hear 1."
+    done = litellm.completion(
+        model="openai/m",
+        messages=[{"role": "user", "content": [
+            {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}]}],
+        api_base=f"{base_url}/v1", api_key="none",
+    )  # fmt: skip
+    assert done.choices[0].message.content == "I hear 1."

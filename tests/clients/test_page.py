@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from cllm import Image
+from cllm import Audio, Image
 
 playwright = pytest.importorskip(
     "playwright.sync_api",
@@ -368,7 +368,7 @@ def test_pictures_come_by_button_paste_and_drop_and_are_seen(page: Page, base_ur
         page.get_by_role("button", name="Add a picture").click()
     file: Any = {"name": "a.png", "mimeType": "image/png", "buffer": small}
     chooser.value.set_files([file, {**file, "name": "b.png"}])
-    waiting = page.get_by_role("list", name="Pictures of the message").get_by_role("img")
+    waiting = page.get_by_role("list", name="Files of the message").get_by_role("img")
     expect(waiting).to_have_count(2)
     page.locator("#prompt").evaluate(PASTE, a_file(page, small))
     expect(waiting).to_have_count(3)
@@ -391,6 +391,32 @@ def test_pictures_come_by_button_paste_and_drop_and_are_seen(page: Page, base_ur
     say(page, "")
     expect(page.locator(".message.assistant .variant > p").first).to_have_text("I see 2.")
     expect(page.locator("#chats li button").first).to_have_text("A picture")
+
+
+def test_recordings_are_played_and_heard(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    expect(page.get_by_role("button", name="Add a picture or recording")).to_be_visible()
+    file = Audio(np.zeros(800, np.float32)).file()
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, file, "a.wav", "audio/wav")})
+    waiting = page.get_by_role("list", name="Files of the message").locator("audio")
+    expect(waiting).to_have_count(1)
+    long = a_file(page, bytes(4 << 20), "long.wav", "audio/wav")
+    page.dispatch_event("#chat", "drop", {"dataTransfer": long})
+    expect(page.get_by_role("status")).to_contain_text("no recording of at most 3 MB")
+    say(page, "")
+    expect(page.locator(".message.assistant .variant > p").first).to_have_text("I hear 1.")
+    expect(page.locator(".message.user audio")).to_have_count(1)
+    expect(page.locator("#chats li button").first).to_have_text("A recording")
+    page.reload()
+    played = page.locator(".message.user audio")
+    expect(played).to_have_count(1)
+    # The browser reads the file: 800 samples at 16 kHz.
+    played.evaluate(
+        "audio => audio.readyState || new Promise((done) => (audio.onloadedmetadata = done))"
+    )
+    assert played.evaluate("audio => audio.duration") == pytest.approx(0.05)
+    page.get_by_role("button", name="Edit").click()
+    expect(waiting).to_have_count(1)
 
 
 def test_a_file_that_is_no_picture_is_said(page: Page, base_url: str) -> None:

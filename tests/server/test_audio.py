@@ -121,7 +121,7 @@ async def test_a_model_that_hears_answers_through_http_as_in_the_engine() -> Non
         messages: list[Any] = [
             {"role": "user", "content": [{"type": "audio", "audio": Audio(wav())}]}
         ]
-        expected = await engine.chat(messages, **GREEDY)  # type: ignore[misc]
+        expected = await engine.chat(messages, **GREEDY)
         said = (await http.post(PATHS[0], json=asking(PATHS[0], [PARTS["input_audio"]]))).json()
         assert said["choices"][0]["message"]["content"] == expected.text
         assert said["usage"]["prompt_tokens_details"]["audio_tokens"] == 50

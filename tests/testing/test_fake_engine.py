@@ -57,6 +57,16 @@ async def test_images_are_counted_shared_and_named_in_the_prompt(anyio_backend: 
         assert await engine.audit() == []
 
 
+async def test_audio_is_counted_and_named_in_the_prompt(anyio_backend: str) -> None:
+    sound = cllm.Audio(np.zeros(16_000, np.float32))
+    async with FakeEngine({"a<audio><image>": "both"}) as engine:
+        picture = cllm.Image(np.zeros((32, 32, 3), np.uint8))
+        both = await engine.generate(["a", sound, picture])
+        assert both.text == "both"
+        assert (both.usage.n_audio_tokens, both.usage.n_image_tokens) == (10, 5)
+        assert await engine.audit() == []
+
+
 async def test_another_chat_template_is_rendered_and_its_calls_are_found(
     anyio_backend: str,
 ) -> None:

@@ -1,7 +1,7 @@
 // Chats: kept in this browser, answered by the server, several answers side by side.
 
 import { markdown, node } from "./markdown.js";
-import { contentOf, hasPictures, pickPictures, picturesOf, setPictures, textOf } from "./pictures.js";
+import { contentOf, hasPictures, pickPictures, picturesOf, preview, setPictures, textOf } from "./pictures.js";
 import { ask, errorOf, eventsOf } from "./server.js";
 
 const CHATS = "cllm.chats";
@@ -91,7 +91,7 @@ function remove(chat) {
 
 function titleOf(chat) {
   if (!chat.messages.length) return "New chat";
-  return textOf(chat.messages[0].content).slice(0, 60) || "A picture";
+  return textOf(chat.messages[0].content).slice(0, 60) || (picturesOf(chat.messages[0].content)[0]?.startsWith("data:audio/") ? "A recording" : "A picture");
 }
 
 // --- What is asked --------------------------------------------------------------------------
@@ -286,7 +286,7 @@ function drawn(message, index) {
       node(
         "div",
         { class: "shown" },
-        ...picturesOf(message.content).map((url, number) => node("img", { src: url, alt: `Picture ${number + 1} of the message` })),
+        ...picturesOf(message.content).map((url, number) => preview(url, `File ${number + 1} of the message`)),
       ),
       textOf(message.content),
     ),

@@ -67,5 +67,6 @@ document.getElementById("model").textContent = health.model ?? "";
 const names = Object.keys(health.models ?? {});
 document.getElementById("model-name").append(...names.map((name) => new Option(name)));
 document.getElementById("model-choice").hidden = !names.length;
-// With several models, the server rejects pictures for one that takes none.
-if (names.length || health.modalities?.includes("image")) takePictures();
+// With several models, the server rejects files for one that takes none.
+const kinds = ["image", "audio"].filter((kind) => names.length || health.modalities?.includes(kind));
+if (kinds.length) takePictures(kinds);

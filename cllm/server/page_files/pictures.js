@@ -1,20 +1,28 @@
-// Pictures for a message: chosen, pasted or dropped; made smaller, and shown above the text until it is sent.
+// Pictures and recordings for a message: chosen, pasted or dropped; pictures are made smaller.  They are shown
+// above the text until it is sent.
 
 import { node } from "./markdown.js";
 
 const SIDE = 1536; // pixels of the longer side: the browser keeps chats, and has room for 5 MB
 const KEPT_BYTES = 256 * 1024; // a file up to this size stays as it is
 const KEPT_TYPES = ["image/png", "image/jpeg", "image/webp"];
+const AUDIO_BYTES = 3 * 1024 * 1024; // of a recording, which stays as it is
 const N_MAX = 16; // of one message
 const element = (id) => document.getElementById(id);
 
+let kinds = []; // that the model takes: "image", "audio"
 let pictures = []; // data: URLs
 let nMessages = 0; // for which pictures were picked: a file that is read later than its message is left out
 
-/** Take pictures by button, paste and drop from now on. */
-export function takePictures() {
+/** Take files of these kinds by button, paste and drop from now on. */
+export function takePictures(taken) {
+  kinds = taken;
   const chooser = element("picture-files");
+  chooser.accept = kinds.map((kind) => `${kind}/*`).join(",");
   element("add-picture").hidden = false;
+  const named = kinds.map((kind) => (kind === "image" ? "picture" : "recording")).join(" or ");
+  element("add-picture").setAttribute("aria-label", `Add a ${named}`);
+  element("add-picture").title = `Add a ${named}; pasting and dropping work too`;
   element("add-picture").addEventListener("click", () => chooser.click());
   chooser.addEventListener("change", () => {
     add(chooser.files);
@@ -63,8 +71,8 @@ export function setPictures(urls) {
       node(
         "li",
         {},
-        node("img", { src: url, alt: `Picture ${index + 1}` }),
-        node("button", { type: "button", "aria-label": `Remove picture ${index + 1}`, onclick: () => remove(index) }, "×"),
+        preview(url, `${isAudio(url) ? "Recording" : "Picture"} ${index + 1}`),
+        node("button", { type: "button", "aria-label": `Remove ${isAudio(url) ? "recording" : "picture"} ${index + 1}`, onclick: () => remove(index) }, "×"),
       ),
     ),
   );
@@ -79,12 +87,13 @@ async function add(list) {
     try {
       url = await urlOf(file);
     } catch {
-      element("status").textContent = `${file.name || "This file"} is no picture that this browser can read.`;
+      const name = file.name || "This file";
+      element("status").textContent = `${name} is ${kinds.map((kind) => LIMITS[kind]).join(" and ")}.`;
       continue;
     }
     if (message !== nMessages) return;
     if (pictures.length >= N_MAX) {
-      element("status").textContent = `A message has at most ${N_MAX} pictures.`;
+      element("status").textContent = `A message has at most ${N_MAX} files.`;
       return;
     }
     element("status").textContent = "";
@@ -92,8 +101,16 @@ async function add(list) {
   }
 }
 
-/** A picture as a data: URL, smaller if it is large; throws if it is none. */
+const LIMITS = {
+  image: "no picture that this browser can read",
+  audio: `no recording of at most ${AUDIO_BYTES / 1024 / 1024} MB`,
+};
+
+/** A file as a data: URL, of a picture smaller if it is large; throws if the model takes no such file. */
 async function urlOf(file) {
+  const kind = file.type.startsWith("audio/") ? "audio" : "image";
+  if (!kinds.includes(kind) || (kind === "audio" && file.size > AUDIO_BYTES)) throw new TypeError(file.type);
+  if (kind === "audio") return read(file);
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
   if (scale === 1 && file.size <= KEPT_BYTES && KEPT_TYPES.includes(file.type)) {
@@ -121,10 +138,23 @@ function read(file) {
 }
 
 // --- Contents of messages ---------------------------------------------------------------------
-/** A text and pictures as the content of a message. */
+const isAudio = (url) => url.startsWith("data:audio/");
+
+/** A picture to look at, or a recording to play. */
+export function preview(url, label) {
+  return isAudio(url)
+    ? node("audio", { src: url, controls: true, "aria-label": label })
+    : node("img", { src: url, alt: label });
+}
+
+/** A text, pictures and recordings as the content of a message. */
 export function contentOf(text, urls) {
   if (!urls.length) return text;
-  const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  const parts = urls.map((url) => {
+    if (!isAudio(url)) return { type: "image_url", image_url: { url } };
+    const [head, data] = url.split(",", 2);
+    return { type: "input_audio", input_audio: { data, format: head.includes("mpeg") ? "mp3" : "wav" } };
+  });
   return text.trim() ? [...parts, { type: "text", text }] : parts;
 }
 
@@ -134,7 +164,13 @@ export function textOf(content) {
   return content.map((part) => part.text ?? "").join("");
 }
 
-/** The pictures of a content. */
+/** The pictures and recordings of a content. */
 export function picturesOf(content) {
-  return Array.isArray(content) ? content.filter((part) => part.image_url).map((part) => part.image_url.url) : [];
+  if (!Array.isArray(content)) return [];
+  return content.flatMap((part) => {
+    if (part.image_url) return [part.image_url.url];
+    if (!part.input_audio) return [];
+    const { data, format } = part.input_audio;
+    return [`data:audio/${format === "mp3" ? "mpeg" : format};base64,${data}`];
+  });
 }

@@ -17,7 +17,7 @@ FILES = Path(__file__).parents[1] / "page_files"
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src 'self' data:; media-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cache-Control": "no-cache",  # a newer cllm has newer files
     "Referrer-Policy": "no-referrer",
