@@ -167,6 +167,9 @@ _SIGLIP_BASE = Encoder(768, 12, 12, 224, 16, 4, np.float16)
 OTHERS: dict[str, Projector] = {
     "embedded": Projector(
         "64 rows, whatever the image; for the embedded model", "mlp", "", _llava, n_embd_text=128),
+    "embedded-audio": Projector(
+        "50 rows for each 30 s of audio; for the embedded model", "ultravox", "", _ultravox,
+        {"num_mel_bins": 16, "projector.stack_factor": STACK}, n_embd_text=128),
     "base-llava": Projector(
         "196 rows, whatever the image; for SmolLM2-135M", "mlp", "", _llava,
         encoder=_SIGLIP_BASE, n_embd_text=576),
@@ -242,7 +245,7 @@ def _norm(n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _write(path: Path, projector: Projector) -> None:
-    e, is_audio = projector.encoder, projector in AUDIO.values()
+    e, is_audio = projector.encoder, projector.kind == "ultravox"
     kind = "audio" if is_audio else "vision"
     keys = {
         "embedding_length": e.n_embd, "attention.head_count": e.n_head,

@@ -297,17 +297,17 @@ class EngineConfig:
         `embed`, `rerank` and `classify` in the same thread: streams keep their pace.  None: the model that
         generates.
     mmproj : str or Path, optional
-        The projector with which the model takes images: a file, hf:USER/REPO/FILE, or auto, the one of the
-        model's folder or repository.  With "auto" there may be none: the file is `mmproj*.gguf`.  Images are
+        The projector for images or audio: a file, hf:USER/REPO/FILE, or auto, the one of the
+        model's folder or repository.  With "auto" there may be none: the file is `mmproj*.gguf`.  Both are
         encoded in a thread of their own, in turns with the decodes.
     mmproj_offload : bool
-        Encode images on a GPU, if there is one.
+        Encode images and audio on a GPU, if there is one.
     image_min_tokens : int, optional
         Smallest number of rows of an image, for projectors that take any size; by default that of the file.
     image_max_tokens : int, optional
         Largest number of rows of an image, for projectors that take any size; by default that of the file.
     media_cache_bytes : int
-        Host memory for embeddings of images that no request needs any more.
+        Host memory for embeddings of images and audio that no request needs any more.
 
     Raises
     ------

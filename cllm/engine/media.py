@@ -88,5 +88,5 @@ class MediaInput:
 
     @property
     def kind(self) -> str:
-        """Its modality: "image" or "audio"."""
+        """Modality: "image" or "audio"."""
         return kind_of(self.shape)

@@ -57,7 +57,7 @@ class ServerConfig:
     max_messages : int, optional
         Messages of one chat; by default 1024, or one for each 16 tokens of context if that is more.
     max_body_bytes : int, optional
-        Bytes of the body of one request; by default 4 MiB (32 MiB if the model takes images), or 64 for
+        Bytes of the body of one request; by default 4 MiB (32 MiB if the model takes images or audio), or 64 for
         each token of context if that is more.
     max_header_bytes : int
         Bytes of the request line and the headers of one request.

@@ -1,4 +1,4 @@
-"""Cases of hazard table 1.10 for the engine: images and projectors."""
+"""Cases of hazard table 1.10 for the engine: images, audio and projectors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 from PIL import Image as Pillow
 
-from cllm import Completion, Embedder, Image, PromptTooLongError
+from cllm import Audio, Completion, Embedder, Image, PromptTooLongError
 from cllm.errors import InvalidArgumentError, ModelLoadError
 from tests.reliability.engine_hazard_case import NAN, OPTIONS, Case, Scene, Topic, short
 from tools import make_model, make_projector
 from tools.make_projector import PROJECTORS
 
 TOPIC = Topic(options=lambda: {"mmproj": make_projector.ensure("embedded")})
+HEARS = Topic(options=lambda: {"mmproj": make_projector.ensure("embedded-audio")})
 PLAIN = Topic()  # the engine of the case has no projector
 SIZES, FILES = "1.10 sizes of images", "1.10 files of images"
+SAMPLES, RECORDINGS = "1.10 sizes of recordings", "1.10 files of audio"
 PROJECTOR, NUMBERS = "1.10 files that are no projector of the model", "1.10 numbers out of range"
 ROWS = "1.10 rows out of range"
 MADE = InvalidArgumentError  # raised where an `Image` is made, before any request
@@ -149,7 +152,7 @@ async def score(scene: Scene, prompt: Any) -> object:
 
 for value in (["a", IMAGE, 5], ["a", IMAGE, None], ["a", IMAGE, b"b"], ["a", IMAGE, ["b"]]):
     TOPIC.refuse(
-        f"a prompt with an image and {short(value[-1])}", generate, "texts and images",
+        f"a prompt with an image and {short(value[-1])}", generate, "texts, images and audio",
         row=NO_PLACE, prompt=value,
     )  # fmt: skip
 TOPIC.refuse(
@@ -163,6 +166,82 @@ TOPIC.refuse(
 )  # fmt: skip
 TOPIC.accept("as many images as the context holds", generate, row=ROWS, prompt=[IMAGE] * 15)
 TOPIC.accept("an image alone", generate, row=ROWS, prompt=[IMAGE])
+
+# --- Audio -----------------------------------------------------------------------------------
+RATE = 16_000
+
+
+def wav_of(n_samples: int, rate: int = RATE, n_channels: int = 1) -> bytes:
+    written = io.BytesIO()
+    soundfile.write(written, np.zeros((n_samples, n_channels), np.float32), rate, format="WAV")
+    return written.getvalue()
+
+
+async def hear(scene: Scene, source: Any, **sampling: Any) -> Completion:
+    audio = source if isinstance(source, Audio) else Audio(source)
+    prompt: list[Any] = ["a", audio, "1+1="]
+    return await scene.engine.generate(prompt, **{"max_tokens": 3, **sampling})
+
+
+for source in (
+    None, 5, [], "", object, np.zeros((2, 2, 2), np.float32), np.zeros(9, np.uint8),
+    np.zeros(0, np.float32), np.zeros(1, np.float32), np.full(9, NAN, np.float32),
+    np.full(9, np.inf), np.zeros((1 << 25) + 1, np.int16),
+):  # fmt: skip
+    what = f"{source.dtype} {source.shape}" if isinstance(source, np.ndarray) else short(source)
+    if isinstance(source, np.ndarray) and source.size:
+        what += f" {source.flat[0]}"
+    HEARS.refuse(
+        f"audio of {what}", hear, "audio is ", "must be ", error=MADE, row=SAMPLES, source=source
+    )
+for value in (0, -1, 999, 768_001, 1.5, "16000", True, None):
+    HEARS.refuse(
+        f"sample_rate {value!r}", lambda scene, rate: hear(scene, Audio(np.zeros(9), rate)),
+        "sample_rate is ", error=MADE, row=SAMPLES, rate=value,
+    )  # fmt: skip
+HEARS.accept("two samples", hear, row=SAMPLES, source=np.zeros(2, np.float32))
+HEARS.accept("a minute", hear, row=SAMPLES, source=np.zeros(60 * RATE, np.int16))
+HEARS.refuse(
+    "more audio than the context holds", hear, f"> {OPTIONS['n_ctx']} maximum",
+    error=PromptTooLongError, row=SAMPLES, source=np.zeros(30 * 25 * RATE, np.int16),
+)  # fmt: skip
+SOUND = "must be an intact WAV, FLAC, MP3, Ogg or AIFF file"
+for kind, data in {
+    "a WAV cut off in its header": wav_of(99)[:30],
+    "a PNG": file_of("PNG"),
+    "a WebP, which begins like a WAV": file_of("WEBP"),
+    "a JPEG, which begins like an MP3": file_of("JPEG"),
+    "a GGUF file": b"GGUF" * 99,
+    "one byte": b"R",
+}.items():
+    HEARS.refuse(
+        f"as audio: {kind}", hear, f"{len(data)} bytes", SOUND, row=RECORDINGS, source=data
+    )
+for what, data, says in (
+    ("one sample", wav_of(1), "2 to 33554432 samples"),
+    ("65 channels", wav_of(9, n_channels=65), "1 to 64 channels"),
+    ("one sample a second", wav_of(9, 1), "1000 to 768000 samples a second"),
+):
+    HEARS.refuse(f"a file of {what}", hear, says, row=RECORDINGS, source=data)
+HEARS.refuse(
+    "the path of a pipe as audio", lambda scene: hear_at(scene, os.mkfifo),
+    "0 bytes', must be 1 to", row=RECORDINGS,
+)  # fmt: skip
+HEARS.accept("a file of 64 channels", hear, row=RECORDINGS, source=wav_of(99, n_channels=64))
+for taken, given in ((HEARS, IMAGE), (TOPIC, Audio(np.zeros(9)))):
+    kind = "images" if given is IMAGE else "audio"
+    taken.refuse(
+        f"{kind} for a projector of the other kind", generate, f"takes no {kind}", row=NO_PLACE,
+        prompt=[given],
+    )  # fmt: skip
+
+
+async def hear_at(scene: Scene, make: Callable[[Path], object]) -> Completion:
+    """Ask about a path in the directory of the case, after `make` has put something there."""
+    path = scene.directory / "a.wav"
+    make(path)
+    return await hear(scene, path)
+
 
 # --- Projectors ------------------------------------------------------------------------------
 
@@ -237,4 +316,4 @@ PLAIN.refuse(
     error=InvalidArgumentError, row=NUMBERS, media_cache_bytes=-1,
 )  # fmt: skip
 
-CASES: list[Case] = [*TOPIC.cases, *PLAIN.cases]
+CASES: list[Case] = [*TOPIC.cases, *HEARS.cases, *PLAIN.cases]

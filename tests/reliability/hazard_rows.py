@@ -233,6 +233,7 @@ ROWS = (
     _row("1.10 sizes of images", "pixels of shape (0, 8, 3)", "an image of 2**31 pixels a side",
          "an image of more than 64 Mi pixels", "an image that is all width"),
     _row("1.10 files of images"),
+    _row("1.10 files of audio"),
     _row("1.10 images where none can be"),
     _row("1.10 sizes of recordings", "a recording of 1 samples", "a recording of one sample"),
     _row("1.10 media of another kind", "a recording for a projector of images",

@@ -1,12 +1,14 @@
-"""Damaged files of images: `python -m tests.reliability.damaged_images [--files N] [--save]`.
+"""Damaged files of images and audio: `python -m tests.reliability.damaged_media [--only KIND] [--files N] [--save]`.
 
-Each file is an image of a request to one engine with a projector.  The engine must answer the request, or
-reject it with an `InvalidRequestError` that names the image, or as too long.  Meanwhile another request must have its answer.
+Each file is a part of a request to one engine with a projector.  The engine must answer the request, or
+reject it with an `InvalidRequestError` that names the part, or as too long.  Meanwhile another request must
+have its answer.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import random
 import resource
@@ -14,35 +16,36 @@ import struct
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import anyio
 import numpy as np
+import soundfile
+from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 import cllm
 from benchmarks.measure import rss_mib
-from cllm import Engine, Image, InvalidRequestError
+from cllm import Audio, Engine, Image, InvalidRequestError
 from tests.reliability.record import Cell, Record, Table, conclude
 from tools import make_model, make_projector
-from tools.make_projector import PROJECTORS
+from tools.make_projector import AUDIO, PROJECTORS
 
-NAME = "damaged_images"
 CLAIM = (
-    "A damaged file of an image is an InvalidRequestError that names the image, or an image that the model "
-    "answers, or one that does not fit the context (a flipped bit can make it larger). Its process takes a bounded amount of memory, and other requests have their answers."
+    "A damaged file of {} is an InvalidRequestError that names it, or the model answers it, or it does not fit "
+    "the context (a flipped bit can make it larger). Its process takes a bounded amount of memory, and other "
+    "requests have their answers."
 )
-N_FILES = 2000
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-PROJECTOR = "qwen2vl"
 N_AT_ONCE = 4
 N_HEAD = 64  # bytes with the sizes; half of the flips go there
 HUGE = 50_000  # pixels on a side
+N_SILENT = (1 << 25) + 1  # samples of silence, which a file of some kilobytes may have
+RATE = 16_000
 MAX_CHILD_MIB = 1400  # 1 GiB of address space beside what Python and Pillow take before the limit
 MAX_GROWTH_MIB = 400  # of the engine's process: the pixels of the images that are open
-FLIPPED, CUT, LARGE, FOREIGN = "bits flipped", "cut off", "50,000 × 50,000", "another type of file"
+FLIPPED, CUT, LARGE, FOREIGN = "bits flipped", "cut off", "too large", "another type of file"
 
 
 class File(NamedTuple):
@@ -64,13 +67,67 @@ class Findings:
     growth_mib: float = 0.0
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is damaged.
+
+    Attributes
+    ----------
+    kind : str
+        "image" or "audio".
+    source : type
+        `Image` or `Audio`.
+    intact, large : callable
+        Return a sound file of a format, and one that is too large.
+    model, projector : str
+        Names of the test models.
+    """
+
+    name: str
+    kind: str
+    words: str
+    n_files: int
+    formats: tuple[str, ...]
+    source: Callable[[bytes], Image | Audio]
+    intact: Callable[[str], bytes]
+    large: Callable[[str, bytes], bytes]
+    model: str
+    projector: str
+
+
 # --- Files -------------------------------------------------------------------------------------
-def intact(kind: str) -> bytes:
+def intact_image(kind: str) -> bytes:
     """Return a file of 48 × 40 pixels in this format."""
     pixels = np.random.RandomState(1).randint(0, 256, (40, 48, 3), np.uint8)
     written = io.BytesIO()
     Pillow.fromarray(pixels).save(written, kind)
     return written.getvalue()
+
+
+def intact_audio(kind: str) -> bytes:
+    """Return a file of 0.2 s in this format."""
+    samples = np.random.RandomState(1).uniform(-0.5, 0.5, RATE // 5).astype(np.float32)
+    return _audio_file(kind, samples)
+
+
+def _audio_file(kind: str, samples: NDArray[np.float32]) -> bytes:
+    written = io.BytesIO()
+    soundfile.write(written, samples, RATE, format=kind)
+    return written.getvalue()
+
+
+@functools.cache
+def _silence() -> bytes:
+    return _audio_file("FLAC", np.zeros(N_SILENT, np.float32))
+
+
+def large_audio(kind: str, data: bytes) -> bytes:
+    """Return a file with 65,535 channels for WAV, otherwise one of 35 minutes."""
+    if kind != "WAV":
+        return _silence()
+    copy = bytearray(data)
+    copy[22:24] = struct.pack("<H", 0xFFFF)
+    return bytes(copy)
 
 
 def flipped(data: bytes, chance: random.Random) -> bytes:
@@ -82,7 +139,7 @@ def flipped(data: bytes, chance: random.Random) -> bytes:
     return bytes(copy)
 
 
-def large(kind: str, data: bytes) -> bytes:
+def large_image(kind: str, data: bytes) -> bytes:
     """Return the file with a header that states 50,000 × 50,000 pixels, or 16,383 × 16,383 for WebP."""
     copy = bytearray(data)
     match kind:
@@ -111,16 +168,28 @@ FOREIGN_FILES = (
 )  # fmt: skip
 
 
-def files(n: int) -> Iterator[File]:
+SUBJECTS = {
+    "image": Subject(
+        "damaged_images", "image", "an image", 2000, ("PNG", "JPEG", "WEBP", "BMP", "GIF"), Image,
+        intact_image, large_image, PROJECTORS["qwen2vl"].text_model, "qwen2vl",
+    ),
+    "audio": Subject(
+        "damaged_audio", "audio", "audio", 1000, ("WAV", "FLAC", "OGG", "MP3", "AIFF"), Audio,
+        intact_audio, large_audio, AUDIO["ultravox"].text_model, "ultravox",
+    ),
+}  # fmt: skip
+
+
+def files(n: int, subject: Subject) -> Iterator[File]:
     """Yield `n` files, of which about 9 in 10 have flipped bits or are cut off."""
-    chance = random.Random(1)
-    sound = {kind: intact(kind) for kind in FORMATS}
+    chance, formats = random.Random(1), subject.formats
+    sound = {kind: subject.intact(kind) for kind in formats}
     for i in range(n):
-        kind = FORMATS[i % len(FORMATS)]
+        kind = formats[i % len(formats)]
         data = sound[kind]
-        match i // len(FORMATS) % 20:
+        match i // len(formats) % 20:
             case 0:
-                yield File(LARGE, kind, large(kind, data))
+                yield File(LARGE, kind, subject.large(kind, data))
             case 1:
                 yield File(FOREIGN, "none", FOREIGN_FILES[i % len(FOREIGN_FILES)])
             case place if place % 3 == 0:
@@ -140,9 +209,10 @@ async def _answer(engine: Engine) -> tuple[int, ...]:
     return done.token_ids
 
 
-async def _try(engine: Engine, file: File, found: Findings) -> None:
+async def _try(engine: Engine, subject: Subject, file: File, found: Findings) -> None:
     try:
-        await engine.generate(["look: ", Image(file.data)], temperature=0, max_tokens=1)
+        prompt = ["look: ", subject.source(file.data)]
+        await engine.generate(prompt, temperature=0, max_tokens=1)
         outcome = "answered"
     except cllm.PromptTooLongError as error:
         outcome = "rejected"
@@ -150,7 +220,7 @@ async def _try(engine: Engine, file: File, found: Findings) -> None:
             found.wrong.append(f"{file.damage}, {file.format}: {error}")
     except (InvalidRequestError, cllm.InvalidArgumentError) as error:
         outcome = "rejected"
-        if error.field not in ("image", "prompt[1]"):  # of `Image`, and of a request
+        if error.field not in (subject.kind, "prompt[1]"):  # of `Image`, and of a request
             found.wrong.append(f"{file.damage}, {file.format}: {error}")
     except Exception as error:
         outcome = type(error).__name__
@@ -160,23 +230,24 @@ async def _try(engine: Engine, file: File, found: Findings) -> None:
         found.wrong.append(f"{file.damage}, {file.format}: answered")
 
 
-async def examine(n_files: int = N_FILES) -> Findings:
+async def examine(subject: Subject, n_files: int) -> Findings:
     """Give `n_files` files to one engine, and return the findings."""
     found, before_mib = Findings(), _largest_child_mib()
-    model = make_model.ensure(PROJECTORS[PROJECTOR].text_model)
-    projector = make_projector.ensure(PROJECTOR)
-    queue = files(n_files)
+    model = make_model.ensure(subject.model)
+    projector = make_projector.ensure(subject.projector)
+    queue = files(n_files, subject)
     async with Engine(
         model, mmproj=projector, n_ctx=8192, n_seq_max=8, deterministic=True, preflight=False,
         n_threads=1, n_threads_batch=1,
     ) as engine:  # fmt: skip
         expected = await _answer(engine)
-        await _try(engine, File("none", "PNG", intact("PNG")), Findings())
+        first = subject.formats[0]
+        await _try(engine, subject, File("none", first, subject.intact(first)), Findings())
         before = rss_mib()
 
         async def work() -> None:
             for file in queue:
-                await _try(engine, file, found)
+                await _try(engine, subject, file, found)
                 is_right = await _answer(engine) == expected
                 found.n_answers += is_right
 
@@ -198,7 +269,7 @@ async def examine(n_files: int = N_FILES) -> Findings:
     return found
 
 
-def record(found: Findings) -> Record:
+def record(subject: Subject, found: Findings) -> Record:
     """Return the record: figures, and a table of outcomes."""
     damages = (FLIPPED, CUT, LARGE, FOREIGN)
     rows: list[list[Cell]] = [
@@ -206,9 +277,9 @@ def record(found: Findings) -> Record:
         for damage in damages
     ]
     return Record(
-        NAME,
-        CLAIM,
-        f"python -m tests.reliability.{NAME} --save",
+        subject.name,
+        CLAIM.format(subject.words),
+        f"python -m tests.reliability.damaged_media --only {subject.kind} --save",
         {
             "files": found.outcomes.total(),
             "answers of other requests": found.n_answers,
@@ -216,18 +287,22 @@ def record(found: Findings) -> Record:
             "largest process that decodes, MiB": round(found.child_mib),
             "growth of the engine's process, MiB": round(found.growth_mib),
         },
-        [Table(("damage", "rejected", "answered"), rows, "PNG, JPEG, WebP, BMP and GIF files.")],
+        [Table(("damage", "rejected", "answered"), rows, f"Files: {', '.join(subject.formats)}.")],
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try all files; 1 if something is not as claimed."""
-    parser = argparse.ArgumentParser(description=CLAIM)
-    parser.add_argument("--files", type=int, default=N_FILES)
+    parser = argparse.ArgumentParser(description=CLAIM.format("an image or audio"))
+    parser.add_argument("--only", choices=SUBJECTS, help="images or audio alone")
+    parser.add_argument("--files", type=int, help="number of files of each kind")
     parser.add_argument("--save", action="store_true", help="keep a record")
     given = parser.parse_args(arguments)
-    found = anyio.run(examine, given.files)
-    return conclude(record(found), found.wrong, is_kept=given.save)
+    codes = []
+    for subject in [SUBJECTS[given.only]] if given.only else SUBJECTS.values():
+        found = anyio.run(examine, subject, given.files or subject.n_files)
+        codes.append(conclude(record(subject, found), found.wrong, is_kept=given.save))
+    return max(codes)
 
 
 if __name__ == "__main__":
