@@ -188,7 +188,7 @@ class DecodeFailedError(LlamaCallError):
 
 
 class EncodeCancelledError(CllmError):
-    """The encode of an image was cancelled by its caller."""
+    """An encode was cancelled by its caller."""
 
 
 class _FieldError(CllmError, ValueError):

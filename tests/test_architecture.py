@@ -194,7 +194,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.server.operation.tracing", "anyio fastapi opentelemetry starlette"),
     (
         "cllm.server",
-        "anyio fastapi fastapi_offline httptools orjson prometheus_client pydantic pydantic_core starlette"
+        "anyio fastapi fastapi_offline httptools orjson prometheus_client pydantic pydantic_core python_multipart starlette"
         " uvicorn",
     ),
     ("cllm", "anyio"),

@@ -44,7 +44,14 @@ CASES = {
         ENGINE.format(options="", call="""generate("1+1=", lark='start: "2"')"""),
     ),
     "chat": ("jinja2", ENGINE.format(options="", call="chat([{'role': 'user', 'content': 'a'}])")),
-    "media": ("PIL", "from cllm.engine.media_child import decoded; decoded(b'x')"),
+    "media: images": ("PIL", "from cllm.engine.media_child import pixels_of; pixels_of(b'x')"),
+    **{
+        f"media: {module}": (
+            module,
+            "from cllm.engine.media_child import samples_of; samples_of(b'x', 8000)",
+        )
+        for module in ("soundfile", "soxr")
+    },
     "testing": (
         "yaml",
         "from pathlib import Path; from cllm.testing.fake_rules import FakeRules;"

@@ -278,7 +278,9 @@ def generate(
     ] = [],  # noqa: B006  # typer copies it
     audio: Annotated[
         list[str],
-        typer.Option(metavar="FILE", help="Recording before each prompt, behind the images."),
+        typer.Option(
+            metavar="FILE", help="Recording before each prompt, after the images; needs --mmproj."
+        ),
     ] = [],  # noqa: B006
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with usage and timings.")

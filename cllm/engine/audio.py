@@ -16,6 +16,13 @@ from cllm.engine.media_source import Base64Text, MediaSource
 from cllm.errors import InvalidArgumentError
 
 WAV_FLOAT = 3  # format of samples in a WAV file
+# First bytes of a file of each format, as OpenAI's clients name it.
+HEADS: dict[str, bytes | tuple[bytes, ...]] = {
+    "flac": b"fLaC",
+    "ogg": b"OggS",
+    "aiff": b"FORM",
+    "mp3": (b"ID3", b"\xff"),
+}
 
 
 class Audio(MediaSource):
@@ -24,9 +31,10 @@ class Audio(MediaSource):
     Parameters
     ----------
     source : str, Path, bytes or ndarray
-        A path or the content of a WAV, FLAC, MP3, Ogg or AIFF file, of at most 64 MiB; or samples between -1 and 1:
-        float32 or float64, shape `(n_samples,)` or `(n_samples, n_channels)`; or int16.  The mean of all channels
-        is used, at the sample rate of the model, and has 2 to 33,554,432 samples.  Samples are copied.
+        A path or the content of a WAV, FLAC, MP3, Ogg or AIFF file, of at most 64 MiB; or samples: float32 or
+        float64 from -1 to 1 (others are clipped) or int16, shape `(n_samples,)` or `(n_samples, n_channels)`.
+        The model hears the mean of all channels at its own sample rate.  An array has 2 to 33,554,432 samples
+        in each channel; so has a file at the rate of the model.  Samples are copied.
     sample_rate : int
         Samples a second of an array, 1,000 to 768,000; a file has its own.
 
@@ -64,7 +72,7 @@ class Audio(MediaSource):
         samples = array.reshape(len(array), -1).mean(axis=1, dtype=np.float64) / scale
         if not np.isfinite(samples).all():
             raise InvalidArgumentError("audio", "an array with infinity or NaN", "finite samples")
-        return np.asarray(samples, np.float32)
+        return np.asarray(samples.clip(-1.0, 1.0), np.float32)
 
     @property
     def _size(self) -> str:
@@ -85,7 +93,7 @@ class Audio(MediaSource):
     def part(self) -> dict[str, Any]:
         """Return the part of a message for OpenAI's API: `input_audio`.  Any thread; reads a file."""
         data = self.file()
-        form = "mp3" if data[:3] == b"ID3" or data[:1] == b"\xff" else "wav"
+        form = next((form for form, head in HEADS.items() if data.startswith(head)), "wav")
         text = binascii.b2a_base64(data, newline=False).decode()
         return {"type": "input_audio", "input_audio": {"data": text, "format": form}}
 

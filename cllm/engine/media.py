@@ -14,6 +14,7 @@ MIN_ROWS, MAX_ROWS = 5, 1 << 16
 # (height, width) of an image, or (n_samples,) of audio.
 Shape = tuple[int, ...]
 PIXEL_BYTES, SAMPLE_BYTES = 3, 4
+PLURALS = {"image": "images", "audio": "audio"}
 
 
 def kind_of(shape: Shape) -> str:
@@ -36,7 +37,7 @@ def size_of(shape: Shape) -> str:
 def left_out(kind: str, modalities: Container[str]) -> str:
     """Return the limit of a prompt with an image or audio that the model does not take."""
     if "image" in modalities or "audio" in modalities:
-        return f"left out: the projector takes no {'images' if kind == 'image' else 'audio'}"
+        return f"left out: the projector takes no {PLURALS[kind]}"
     return "left out: the engine has no projector (mmproj)"
 
 
@@ -78,6 +79,8 @@ class MediaInput:
         Number of its media chunks.
     is_causal : bool
         False if each row of a chunk attends to all rows of the chunk: they are decoded at once.
+    sample_rate : int
+        Samples a second of audio; 0 for an image.
     """
 
     digest: bytes
@@ -85,6 +88,7 @@ class MediaInput:
     shape: Shape
     n_chunks: int
     is_causal: bool = True
+    sample_rate: int = 0
 
     @property
     def kind(self) -> str:

@@ -84,6 +84,7 @@ def samples_of(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
         import soundfile
         import soxr
 
+    nothing = np.zeros(0, np.float32)
     if not is_audio(data[:12]):
         raise ValueError("another kind of file")
     with soundfile.SoundFile(io.BytesIO(data)) as file:
@@ -98,7 +99,7 @@ def samples_of(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
         # A header can state any length, so the samples are counted as they are read.
         while n_samples <= MAX_SAMPLES:
             block = file.read(N_FRAMES, dtype="float32", always_2d=True)
-            mean = np.nan_to_num(block.mean(axis=1)) if len(block) else np.zeros(0, np.float32)
+            mean = np.nan_to_num(block.mean(axis=1)).clip(-1.0, 1.0) if len(block) else nothing
             found = stream.resample_chunk(mean, last=not len(block))
             blocks.append(found)
             n_samples += len(found)

@@ -13,11 +13,12 @@ MIN_RATE, MAX_RATE = 1_000, 768_000  # samples a second
 
 
 def is_audio(head: bytes) -> bool:
-    """True if a file that begins so is WAV, FLAC, Ogg, AIFF or MP3; at least 12 bytes are needed."""
-    if head[:4] in (b"RIFF", b"RF64"):
-        return head[8:12] == b"WAVE"  # WebP begins with RIFF, too
-    is_frame = head[:1] == b"\xff" and head[1:2] >= b"\xe0"  # of MP3, without a tag
-    return is_frame or head[:4] in (b"fLaC", b"OggS", b"FORM") or head[:3] == b"ID3"
+    """True if these are the first 12 bytes of a file of audio: WAV, FLAC, Ogg, AIFF or MP3."""
+    if head[:4] in (b"RIFF", b"RF64", b"FORM"):  # WebP begins with RIFF, too
+        return head[8:12] in (b"WAVE", b"AIFF", b"AIFC")
+    # A frame of MP3 without a tag: layer 3, and a rate of bits and of samples.
+    is_frame = len(head) > 2 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2
+    return is_frame or head[:4] in (b"fLaC", b"OggS") or head[:3] == b"ID3"
 
 
 def check_n_bytes(

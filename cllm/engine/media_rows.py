@@ -73,7 +73,7 @@ def row_ids(
 
 
 def chunk_content(digest: bytes, ordinal: int) -> bytes:
-    """Return the `content` of `row_ids` for one chunk of an image: its digest, and its number from 0."""
+    """Return the `content` of `row_ids` for one chunk of media: its digest, and its number from 0."""
     return digest + ordinal.to_bytes(4, "little")
 
 

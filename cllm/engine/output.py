@@ -131,7 +131,7 @@ class Usage:
     n_drafted, n_accepted : int
         Drafted tokens that were computed (speculation), and how many of them were right.
     n_image_tokens, n_audio_tokens : int
-        Prompt tokens that are rows of images, and of audio.
+        Prompt tokens that are rows of media, and of audio.
     """
 
     n_prompt: int
@@ -207,7 +207,7 @@ class Completion:
     Attributes
     ----------
     prompt_token_ids : tuple of int
-        Tokens of the prompt.  Each row of an image is a negative number, which no other request takes as a
+        Tokens of the prompt.  Each row of media is a negative number, which no other request takes as a
         token.
     logprobs : tuple of TokenLogprob or None
         One for each of `token_ids`; None unless requested.

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from cllm import Completion, Embedder, Engine, TokenStream
+from cllm import Audio, Completion, Embedder, Engine, Image, TokenStream
 from cllm.errors import extra
 from cllm.integrations.caller import Caller
 
 with extra("llama-index"):
     from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
     from llama_index.core.base.llms.types import (
+        AudioBlock,
         ChatMessage,
         ChatResponse,
         ChatResponseAsyncGen,
@@ -30,6 +31,7 @@ with extra("llama-index"):
         CompletionResponseAsyncGen,
         CompletionResponseGen,
         ContentBlock,
+        ImageBlock,
         LLMMetadata,
         MessageRole,
         TextBlock,
@@ -310,11 +312,16 @@ def _said(message: ChatMessage) -> dict[str, Any]:
     """Return a message in OpenAI's format."""
     role = ROLES.get(message.role.value, message.role.value)
     said: dict[str, Any] = {"role": role, "content": message.content or ""}
+    parts = list[dict[str, Any]]()
     calls, thoughts = list[dict[str, Any]](), list[str]()
     for block in message.blocks:
         match block:
-            case TextBlock():
-                pass  # it is in `content`
+            case TextBlock(text=text):
+                parts.append({"type": "text", "text": text})
+            case ImageBlock():
+                parts.append({"type": "image", "image": Image(block.resolve_image().read())})
+            case AudioBlock():
+                parts.append({"type": "audio", "audio": Audio(block.resolve_audio().read())})
             case ThinkingBlock(content=thought):
                 thoughts.append(thought or "")
             case ToolCallBlock(tool_call_id=call_id, tool_name=name, tool_kwargs=arguments):
@@ -323,7 +330,10 @@ def _said(message: ChatMessage) -> dict[str, Any]:
                 calls.append({"id": call_id or "", "type": "function", "function": function})
             case _:
                 kind = type(block).__name__
-                raise TypeError(f"a message may have text, thoughts and tool calls, but no {kind}")
+                has = "text, images, audio, thoughts and tool calls"
+                raise TypeError(f"a message may have {has}, but no {kind}")
+    if any(part["type"] != "text" for part in parts):
+        said["content"] = parts
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from cllm import Completion, Engine, TokenStream, Usage
+from cllm import Audio, Completion, Engine, Image, TokenStream, Usage
 from cllm.errors import extra
 
 with extra("pydantic-ai"):
     from pydantic_ai import RunContext
     from pydantic_ai.messages import (
+        BinaryContent,
         FinishReason,
         ModelMessage,
         ModelRequest,
@@ -214,7 +215,7 @@ def _said_in(message: ModelMessage) -> Iterator[dict[str, Any]]:
             case SystemPromptPart(content=text):
                 yield {"role": "system", "content": text}
             case UserPromptPart(content=content):
-                yield {"role": "user", "content": _text_of(content)}
+                yield {"role": "user", "content": _content_of(content)}
             case ToolReturnPart():
                 yield _result(part.tool_call_id, part.model_response_str())
             case RetryPromptPart(tool_name=None):
@@ -243,17 +244,28 @@ def _answer_of(message: ModelResponse) -> dict[str, Any]:
     return {**answer, "tool_calls": calls} if calls else answer
 
 
-def _text_of(content: object) -> str:
+def _content_of(content: object) -> str | list[dict[str, Any]]:
+    """Return a user's message as a text, or as parts if it has images or audio."""
     if isinstance(content, str):
         return content
     assert isinstance(content, list | tuple)
-    texts: list[str] = []
-    for item in content:
-        text = getattr(item, "content", item)
-        if not isinstance(text, str):
-            raise TypeError(f"a user's message may have texts, but no {type(item).__name__}")
-        texts.append(text)
-    return "\n\n".join(texts)
+    parts = [_part_of(item) for item in content]
+    if all(part["type"] == "text" for part in parts):
+        return "\n\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _part_of(item: object) -> dict[str, Any]:
+    if isinstance(item, BinaryContent):
+        if item.is_image:
+            return {"type": "image", "image": Image(item.data)}
+        if item.is_audio:
+            return {"type": "audio", "audio": Audio(item.data)}
+    text = getattr(item, "content", item)
+    if not isinstance(text, str):
+        kind = type(item).__name__
+        raise TypeError(f"a user's message may have text, images and audio, but no {kind}")
+    return {"type": "text", "text": text}
 
 
 def _result(call_id: str, text: str) -> dict[str, Any]:

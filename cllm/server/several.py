@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -10,6 +9,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
@@ -23,9 +24,9 @@ from cllm.server.http.limits import HeadAsGet, is_open, route_path, with_known_p
 from cllm.server.http.problems import Problem, answer_problem, problem_of, unavailable
 from cllm.server.model_pool import ModelPool, PooledModel
 from cllm.server.routes.openai import architecture_of
+from cllm.server.routes.transcriptions import FORM_TYPE
 
-FORM = b"--"  # the beginning of a form, which is no JSON
-MODEL_IN_FORM = re.compile(rb'name="model"\r?\n(?:[^\r\n]+\r?\n)*\r?\n([^\r\n]{1,200})\r?\n')
+MAX_PARTS, MAX_PART_BYTES = 64, 1024  # of a form: parts that are looked at, and bytes of each
 
 
 def create_models_app(
@@ -125,11 +126,12 @@ async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]
         messages.append(await receive())
         if messages[-1]["type"] == "http.disconnect":
             break
-    named = _name_in(b"".join(each.get("body", b"") for each in messages))
+    kind = Headers(scope=scope).get("content-type", "")
+    named = _name_in(b"".join(each.get("body", b"") for each in messages), kind)
     return named if asked is None else asked, _again(messages, receive)
 
 
-def _name_in(body: bytes) -> str | None:
+def _name_in(body: bytes, content_type: str = "") -> str | None:
     """Return the model that a body names; None if it names none.
 
     Raises
@@ -137,12 +139,26 @@ def _name_in(body: bytes) -> str | None:
     Problem
         400: the body is not JSON, or too large to parse; see `parsed`.
     """
-    if body.startswith(FORM):
-        part = MODEL_IN_FORM.search(body)
-        return None if part is None else part[1].decode("utf-8", "replace")
+    kind, options = parse_options_header(content_type)
+    if kind == FORM_TYPE:
+        return _name_in_form(body, options.get(b"boundary", b""))
     value = parsed(body) if body else None
     name = value.get("model") if isinstance(value, dict) else None
     return name if isinstance(name, str) else None
+
+
+def _name_in_form(body: bytes, boundary: bytes) -> str | None:
+    """Return the value of the field `model`, without the file in a part of any name; None without one."""
+    for part in body.split(b"--" + boundary, MAX_PARTS) if boundary else ():
+        head, _, value = part[:MAX_PART_BYTES].partition(b"\r\n\r\n")
+        for line in head.split(b"\r\n"):
+            name, _, said = line.partition(b":")
+            if name.strip().lower() != b"content-disposition":
+                continue
+            _, options = parse_options_header(said)
+            if options.get(b"name") == b"model" and b"filename" not in options:
+                return value.removesuffix(b"\r\n").decode("utf-8", "replace")
+    return None
 
 
 def _again(messages: list[Message], receive: Receive) -> Receive:

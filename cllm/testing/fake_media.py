@@ -99,6 +99,9 @@ class FakeMediaEncoder:
     def cancel(self, digest: bytes) -> None:
         """Do nothing: everything is encoded at once."""
 
+    def forget(self, shape: Shape) -> None:
+        """Do nothing: a layout is known at once."""
+
     def pause(self, work: Work) -> None:
         """Do nothing: an encode takes no time."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 for module in ("langchain_core", "llama_index.core", "llm", "pydantic_ai"):
@@ -22,17 +24,19 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.llms import ChatMessage
+from llama_index.core.llms import AudioBlock, ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llm.plugins import pm
 from pydantic import BaseModel
+from pydantic_ai import BinaryContent
 
-from cllm import Engine, InvalidRequestError
+from cllm import Audio, Engine, InvalidRequestError
 from cllm.integrations import llm_plugin
 from cllm.integrations.langchain import CllmChat, CllmEmbeddings
 from cllm.integrations.llama_index import CllmEmbedding, CllmLLM
 from cllm.integrations.pydantic_ai import CllmModel
 from cllm.testing import FakeAnswer, FakeEngine
+from tests.clients.agents.mcp_server import PIXEL
 
 SAID = "It is 20 C in Paris."
 CALL = FakeAnswer(reasoning="I look.", tool_calls=[("get_weather", {"city": "Paris"})])
@@ -59,6 +63,8 @@ def answer(prompt: str) -> str | FakeAnswer:
             return FakeAnswer(tool_calls=[(name, {"name": "Paris"})])
     if "weather" in prompt.rsplit("user:", 1)[-1]:
         return CALL
+    if "<image>and<audio>" in prompt:
+        return "Both"
     return '{"name": "Paris"}' if "JSON" in prompt else "Hello there"
 
 
@@ -169,6 +175,27 @@ def test_llama_index_answers_streams_and_calls_tools() -> None:
         assert plain == "".join(streamed) == "Hello there"
 
     with_engine(check, n_ctx=8192)
+
+
+PNG = base64.b64decode(PIXEL)
+WAV = Audio(np.zeros(800, np.float32)).file()
+
+
+def test_llama_index_and_pydantic_ai_give_images_and_audio() -> None:
+    async def check(engine: FakeEngine) -> None:
+        blocks = [ImageBlock(image=PNG), TextBlock(text="and"), AudioBlock(audio=WAV)]
+        model = CllmLLM(engine, temperature=0)
+        assert (await model.achat([ChatMessage(blocks=blocks)])).message.content == "Both"
+        parts = [
+            BinaryContent(PNG, media_type="image/png"), "and",
+            BinaryContent(WAV, media_type="audio/wav"),
+        ]  # fmt: skip
+        assert (await pydantic_ai.Agent(CllmModel(engine)).run(parts)).output == "Both"
+        document = BinaryContent(b"%PDF", media_type="application/pdf")
+        with pytest.raises(TypeError, match="text, images and audio, but no BinaryContent"):
+            await pydantic_ai.Agent(CllmModel(engine)).run(["a", document])
+
+    with_engine(check)
 
 
 def test_llama_index_finds_what_a_question_is_about() -> None:

@@ -459,5 +459,5 @@ def test_the_view_of_the_engine_shows_images(page: Page, base_url: str) -> None:
     page.get_by_role("tab", name="Engine").click()
     # The prefix that the prefix cache keeps.
     expect(page.locator("#lanes")).to_have_attribute(
-        "aria-label", re.compile(r"; [1-9]\d* rows of images$")
+        "aria-label", re.compile(r"; [1-9]\d* rows of media$")
     )

@@ -163,6 +163,12 @@ def test_integers_are_scaled_and_samples_are_copied() -> None:
     assert found.tolist() == [-1.0, 0.0, 0.5]
 
 
+def test_samples_beyond_one_are_clipped() -> None:
+    found = Audio(np.array([30_000.0, -5.0, 1e300, 0.5])).read()
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == [1.0, -1.0, 1.0, 0.5]
+
+
 def test_samples_as_a_file_are_the_same_samples() -> None:
     values, rate = soundfile.read(io.BytesIO(Audio(samples(1), 8_000).file()), dtype="float32")
     assert rate == 8_000

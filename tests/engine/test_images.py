@@ -440,7 +440,7 @@ async def test_the_slots_show_where_images_are() -> None:
         await anext(stream)
         running = [slot for slot in await engine.slots() if slot.request_id is not None]
         (slot,) = running
-        assert slot.images == ((2, 8), (9, 15))
+        assert slot.media == ((2, 8), (9, 15))
         assert slot.n_prompt == 15
 
 

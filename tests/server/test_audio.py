@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cllm import Audio, Engine
 from cllm.server import ServerConfig, create_app
+from cllm.server.routes.transcriptions import _messages
 from cllm.server.several import _name_in
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET, examples
@@ -181,6 +182,8 @@ async def test_a_transcription_is_streamed_in_openai_s_events() -> None:
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": "-1"}, "temperature"),
         ({"max_tokens": "0.5"}, "max_tokens"),
+        ({"temprature": "0"}, "temprature"),
+        ({"file": "no file"}, "file"),
     ],
     ids=str,
 )
@@ -219,12 +222,67 @@ async def test_a_model_without_ears_says_so() -> None:
         assert "no projector (mmproj)" in error["message"]
 
 
+def named(files: Any, **data: str) -> str | None:
+    request = httpx.Request("POST", "http://a/", files=files, data=data)
+    return _name_in(request.read(), request.headers["content-type"])
+
+
 def test_the_model_of_a_form_selects_one_of_several() -> None:
-    request = httpx.Request(
-        "POST", "http://a/", files={"file": wav()}, data={"language": "en", "model": "small"}
-    )
-    assert _name_in(request.read()) == "small"
-    assert _name_in(httpx.Request("POST", "http://a/", files={"file": wav()}).read()) is None
+    file = {"file": wav()}
+    assert named(file, language="en", model="small") == "small"
+    assert named(file) is None
+    trap = b'name="model"\r\n\r\nother\r\n' * 50_000  # 1.3 MB
+    assert named({"file": ("model", trap)}, model="small") == "small"
+    assert named({"model": ("model", b"other")}, prompt=trap[:99].decode()) is None
+    assert _name_in(b"--x\r\n" * 200_000, "multipart/form-data; boundary=x") is None
+    assert _name_in(trap, "multipart/form-data") is None
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "multipart/form-data; boundary=x; charset=undefined",
+        "multipart/form-data; boundary=x; charset=punycode",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+        "",
+    ],
+)
+async def test_a_form_of_another_kind_or_charset_is_rejected(content_type: str) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="a\xe4"\r\n\r\n1\r\n--x--\r\n'
+    async with serving() as (_, http):
+        headers = {"content-type": content_type}
+        response = await http.post(TRANSCRIBE, content=body, headers=headers)
+        assert response.status_code == 400, response.text
+
+
+async def test_a_file_above_a_megabyte_and_with_wild_samples_is_heard() -> None:
+    wild = np.full(400_000, 3.4e38, np.float32)
+    for rate in (8_000, 16_000):
+        written = io.BytesIO()
+        soundfile.write(written, wild, rate, format="WAV", subtype="FLOAT")
+        async with serving() as (_, http):
+            response = await transcribed(http, written.getvalue())
+            assert response.status_code == 200, response.text
+
+
+async def test_deltas_are_the_text_and_lfm2_is_asked_as_it_was_trained() -> None:
+    async with (
+        FakeEngine(lambda prompt: "  I see. ", n_ctx=4096) as engine,
+        client_of(engine) as http,
+    ):
+        response = await transcribed(http, stream="true")
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        *deltas, last = [json.loads(line) for line in lines[:-1]]
+        assert "".join(delta["delta"] for delta in deltas) == last["text"] == "I see. "
+        assert last["finish_reason"] == "stop"
+        cut = (await transcribed(http, max_tokens="3")).json()
+        assert (cut["text"], cut["finish_reason"]) == ("I", "length")
+    audio = Audio(wav())
+    system, user = _messages("lfm2", audio, {"language": "de"})
+    assert system == {"role": "system", "content": "Perform ASR. (language: de)"}
+    assert user["content"] == [{"type": "audio", "audio": audio}]
+    assert len(_messages("lfm2moe", audio, {"prompt": "Listen."})) == 1
 
 
 FIELD = st.sampled_from(

@@ -88,14 +88,16 @@ class MediaMarks:
                     found += [run, part]
                     run = []
                     seen.append(part)
-                elif part.is_optional:
+                else:  # rejected below, unless it is optional
                     run += media_in_words(part)
-                else:
-                    limit = left_out(part.media.kind, modalities)
-                    raise InvalidRequestError(part.field, WORDS[part.media.kind], limit)
         n_seen = Counter(map(id, seen))
         for media in self.media:
-            if not media.is_optional and n_seen[id(media)] != 1:
+            if media.is_optional:
+                continue
+            if media.media.kind not in modalities:  # a template may have dropped it
+                limit = left_out(media.media.kind, modalities)
+                raise InvalidRequestError(media.field, WORDS[media.media.kind], limit)
+            if n_seen[id(media)] != 1:
                 limit = f"left out: the chat template does not show each {media.media.kind} once"
                 raise InvalidRequestError(media.field, WORDS[media.media.kind], limit)
         return [*found, run]

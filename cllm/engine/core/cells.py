@@ -307,7 +307,7 @@ class Cells:
 
     # --- After a failure ---------------------------------------------------------------------
     def read_back(self, slot: Slot) -> None:
-        """Adopt llama.cpp's positions of a slot after a failed decode; part of an image is removed."""
+        """Adopt llama.cpp's positions of a slot after a failed decode; part of a media chunk is removed."""
         self.kv_cache.read_back(slot, self._memory)
         if len(slot.spans):
             self._remove(slot, slot.n_computed)

@@ -169,6 +169,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Forget the question with this `call_id`: its caller has left.  An answered one is ignored."""
+
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Cancel everything and end the thread.  Answered by `Stopped` and `Ended`."""
 
@@ -182,6 +189,7 @@ Command = (
     | PrefixLoaded
     | MediaEncoded
     | MediaMeasured
+    | Withdraw
     | Ask
     | Shutdown
 )
@@ -219,8 +227,8 @@ class SlotInfo:
     age_s : float
         Seconds since its request was submitted.
     n_preemptions : int
-    images : tuple of (int, int)
-        Rows `[start, end)` of each chunk of an image in the KV cache.
+    media : tuple of (int, int)
+        Rows `[start, end)` of each media chunk in the KV cache.
     """
 
     seq_id: int
@@ -232,7 +240,7 @@ class SlotInfo:
     n_cached: int = 0
     age_s: float = 0.0
     n_preemptions: int = 0
-    images: tuple[tuple[int, int], ...] = ()
+    media: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +318,7 @@ class LoadedLoras:
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """The chunks and tokens of images of one size, in order."""
+    """The chunks and tokens of images or audio of one shape, in order."""
 
     pieces: tuple[MediaPiece, ...]
 

@@ -12,7 +12,7 @@ from cllm.engine.lora import LoraSet
 
 
 class MediaRows(NamedTuple):
-    """Rows of one image, or of a part of it: a batch of its own; see `EmbeddingBatch`."""
+    """Rows of one media chunk, or of a part of it: a batch of its own; see `EmbeddingBatch`."""
 
     seq_id: int
     rows: NDArray[np.float32]
@@ -63,7 +63,7 @@ class Decoder(CacheMemory, Protocol):
         """Add rows; return the indices of their output rows among all output rows of the batch."""
 
     def add_media(self, media: MediaRows) -> None:
-        """Make the batch consist of rows of one image alone."""
+        """Make the batch consist of rows of one media chunk alone."""
 
     def decode(self) -> NDArray[np.float32]:
         """Compute the rows; return the logits, float32 `(n_outputs, n_vocab)`, valid until the next call."""

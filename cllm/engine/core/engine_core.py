@@ -90,7 +90,7 @@ class EngineCore:
     store : PrefixStore, optional
         The files of the prefix cache.
     media : MediaStore, optional
-        Embeddings of images; None: the model takes no images.
+        Embeddings of media; None: the model takes none.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class EngineCore:
         return events
 
     def _on_encoded(self, media: MediaStore, encoded: MediaEncoded) -> None:
-        """Keep a chunk of an image; end the requests with this image if it could not be encoded."""
+        """Keep a media chunk; end the requests with it if it could not be encoded."""
         key = encoded.digest, encoded.ordinal
         if encoded.chunk is not None:
             media.take(key, encoded.chunk)
@@ -257,7 +257,7 @@ class EngineCore:
     def tick(self) -> None:
         """Run one tick: admit requests, decode a chunk of each sequence that has a turn, and sample.
 
-        Then decode rows of one image, if any is ready: llama.cpp takes no tokens in the same batch.
+        Then decode rows of one media chunk, if any is ready: llama.cpp takes no tokens in the same batch.
         """
         queue, started = self.queue, self._clock()
         queue.expire(started)
@@ -275,15 +275,15 @@ class EngineCore:
             self._tick_media(media, chunks)
 
     def _tick_media(self, media: MediaStore, chunks: list[Chunk]) -> None:
-        """Decode rows of one image after the chunks of this tick."""
-        started, at_image = self._clock(), list[Sequence]()
+        """Decode rows of one media chunk after the chunks of this tick."""
+        started, at_media = self._clock(), list[Sequence]()
         for sequence in self.recovery.restrict(self.queue.running):
             if sequence.is_ready and sequence.media_index is not None:
                 if media.next_chunk(sequence) is not None:
-                    at_image.append(sequence)
-                else:  # others may have its seq_id while its image is encoded
+                    at_media.append(sequence)
+                else:  # others may have its seq_id while its media are encoded
                     self.queue.preempt(sequence, keep=True)
-        chunk = self.turns.plan_media(at_image, chunks, self._n_rows_max, started)
+        chunk = self.turns.plan_media(at_media, chunks, self._n_rows_max, started)
         if chunk is not None:
             self._step([chunk], started)
 
@@ -298,7 +298,7 @@ class EngineCore:
             self._fill_batch(chunks)
             filled = self._clock()
             self._on_batch(chunks)
-            began = self._clock()  # images may have had a turn: not a cost of these rows
+            began = self._clock()  # media may have had a turn: not a cost of these rows
             logits = self._decoder.decode()
         except ModelChangedError:
             raise
@@ -386,7 +386,7 @@ class EngineCore:
             self._decoder.add(sequence.placement.slot.seq_id, tokens, p0, n_outputs=chunk.n_outputs)
 
     def _add_media(self, sequence: Sequence, seq_id: int, chunk: Chunk) -> None:
-        """Put rows of an image into the batch."""
+        """Put rows of a media chunk into the batch."""
         index, start = sequence.media_index, sequence.n_computed
         assert self._media is not None
         assert index is not None

@@ -1,7 +1,7 @@
 """The bookkeeping of the KV cache: which seq_id holds how many positions, and which cells they share.
 
 The rows of a sequence are computed in their order, so one number for each seq_id says what it
-holds: rows `[0, n_computed)`.  The position of a row in llama.cpp is its index, except behind an image
+holds: rows `[0, n_computed)`.  The position of a row in llama.cpp is its index, except behind media
 with M-RoPE (`Spans`).  This bookkeeping decides what is decoded next.  llama.cpp's own
 positions are only compared with it (`discrepancies`) or, after a failed decode, read back.
 

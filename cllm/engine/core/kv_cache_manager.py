@@ -279,7 +279,7 @@ class KVCacheManager:
             n_kept = N_OUTPUT_CHECKPOINTS * OUTPUT_INTERVAL
             n_output_from = max(sequence.n_prompt, len(sequence.tokens) - n_kept)
         placement = sequence.placement
-        # The question about an image differs more often than what stands before it.
+        # The question about media differs more often than what stands before it.
         ends = {span.end for span in sequence.spans if span.end < sequence.n_prompt}
         n_checkpoint = next_checkpoint(
             sequence.n_computed,
@@ -358,7 +358,7 @@ class KVCacheManager:
         self.leave(sequence, keep=keep and sequence.placement.swapped is None)
 
     def _ends_between_chunks(self, slot: Slot) -> bool:
-        """Remove part of an image at the end of a slot if possible; return False if it is left.
+        """Remove part of a media chunk at the end of a slot if possible; return False if it is left.
 
         Also False if the slot is empty: there is nothing to save.
         """

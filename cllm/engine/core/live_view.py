@@ -72,8 +72,8 @@ def extents_of(kv_cache: KVCache) -> tuple[ExtentInfo, ...]:
     )
 
 
-def _images_of(slot: Slot) -> tuple[tuple[int, int], ...]:
-    """Return the rows `[start, end)` of each chunk of an image that a slot holds."""
+def _media_of(slot: Slot) -> tuple[tuple[int, int], ...]:
+    """Return the rows `[start, end)` of each media chunk that a slot holds."""
     n = slot.n_computed
     return tuple((span.start, min(span.end, n)) for span in slot.spans if span.start < n)
 
@@ -85,7 +85,7 @@ def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[Slot
             entry.slot.seq_id,
             SlotState.CACHED,
             n_computed=entry.slot.n_computed,
-            images=_images_of(entry.slot),
+            media=_media_of(entry.slot),
         )
         for entry in manager.cells.prefixes.entries
     }
@@ -107,7 +107,7 @@ def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[Slot
             n_cached=sequence.n_cached,
             age_s=now - sequence.request.submitted_at,
             n_preemptions=sequence.n_preemptions,
-            images=_images_of(sequence.placement.slot),
+            media=_media_of(sequence.placement.slot),
         )
     return tuple(
         slots.get(seq_id, SlotInfo(seq_id, SlotState.FREE))

@@ -1,7 +1,7 @@
-"""MediaStore: embeddings of images, from their encoding until requests have computed them.  Pure.
+"""MediaStore: embeddings of images and audio, from their encoding until requests have computed them.  Pure.
 
 The encoder works elsewhere; each chunk that it has encoded comes back as a `MediaEncoded`.  A request
-waits in the queue until the chunks that it cannot share are encoded.  The embeddings of an image are
+waits in the queue until the chunks that it cannot share are encoded.  Embeddings are
 kept for later requests, least recently used last, up to `n_bytes_max`.  Those that a request still needs
 are kept in any case.
 """
@@ -35,7 +35,7 @@ class EncodedChunk(Protocol):
 
 
 class MediaEncoder(Protocol):
-    """Encoder of images; no call waits for it.
+    """Encoder of images and audio; no call waits for it.
 
     Attributes
     ----------
@@ -47,13 +47,13 @@ class MediaEncoder(Protocol):
     def is_computing(self) -> bool: ...
 
     def encode(self, media: MediaInput, ordinals: tuple[int, ...]) -> None:
-        """Encode these chunks of an image, each answered by one `MediaEncoded`."""
+        """Encode these chunks, each answered by one `MediaEncoded`."""
 
     def cancel(self, digest: bytes) -> None:
-        """Encode no further chunk of this image; those under way may still be answered."""
+        """Encode no further chunk of this image or audio; those under way may still be answered."""
 
 
-ChunkKey = tuple[bytes, int]  # the digest of an image, and the number of its chunk
+ChunkKey = tuple[bytes, int]  # the digest of media, and the number of a chunk
 
 
 class MediaStore:
@@ -81,12 +81,12 @@ class MediaStore:
 
     @property
     def is_encoding(self) -> bool:
-        """True while an image is encoded with the processors of the decodes."""
+        """True while media are encoded with the processors of the decodes."""
         return self._encoder.is_computing
 
     @property
     def has_users(self) -> bool:
-        """True if any request has an image."""
+        """True if any request has media."""
         return bool(self._users)
 
     def enter(self, sequence: Sequence) -> None:
@@ -127,7 +127,7 @@ class MediaStore:
     def _encode(self, sequence: Sequence, missing: list[ChunkKey]) -> None:
         new = [key for key in missing if key not in self._awaited]
         for media in sequence.request.media:
-            # An image may occur twice in a prompt.
+            # It may occur twice in a prompt.
             ordinals = sorted({ordinal for digest, ordinal in new if digest == media.digest})
             if ordinals and (media.digest, ordinals[0]) not in self._awaited:
                 self._awaited |= {(media.digest, ordinal) for ordinal in ordinals}

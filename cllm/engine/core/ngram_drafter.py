@@ -99,7 +99,7 @@ class NgramMatch:
         assert self.at is not None
         found = tokens[self.at : self.at + n]
         n_tokens = next((i for i, token in enumerate(found) if token < 0), len(found))
-        if n_tokens < len(found):  # no output repeats an image
+        if n_tokens < len(found):  # no output repeats media
             return tuple(found[:n_tokens])
         # A match that overlaps its own end is a period.
         return tuple((found * (n // len(found) + 1))[:n])

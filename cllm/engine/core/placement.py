@@ -36,7 +36,7 @@ class Placement(Generic[LeaderT]):
     awaits : SavedPrefix or None
         A prefix that is being read from a file.  The sequence waits for it.
     awaits_media : bool
-        True while images that it needs are being encoded.
+        True while media that it needs are being encoded.
     saved : list of SavedPrefix
         Prefixes that it has computed or gone on from.  They are forgotten if it fails.
     branch_points : set of int
@@ -69,7 +69,7 @@ class Placement(Generic[LeaderT]):
 
     @property
     def is_loading(self) -> bool:
-        """True while the prefix for the sequence is read from a file, or its images are encoded."""
+        """True while the prefix for the sequence is read from a file, or its media are encoded."""
         return self.awaits_media or (self.awaits is not None and self.awaits.is_loading)
 
     def follow(self, leader: LeaderT, n_expected: int) -> None:

@@ -99,7 +99,7 @@ class PrefixCache:
 
         Fewer than `n_min` tokens are not shared.  With `whole_only`, an entry, or the computed tokens of
         a sequence, are shared as a whole only.  Tokens whose logits are needed, at least the last one,
-        and parts of images are not shared.
+        and parts of media chunks are not shared.
 
         The match has a leader if waiting for it gives at least two tokens (`MIN_GAIN` with `whole_only`),
         or all that can be shared.  One token is too few, because most prompts begin with the same.

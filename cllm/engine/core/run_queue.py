@@ -116,7 +116,7 @@ class RunQueue:
     # --- What there is -----------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
-        """True if a sequence wants tokens; one that is paused, or waits for a file or an image, does not."""
+        """True if a sequence wants tokens; one that is paused, or waits for a file or an encode, does not."""
         return any(not (s.is_paused or _is_loading(s)) for s in self._by_id.values())
 
     @property
@@ -294,7 +294,7 @@ class RunQueue:
 
 
 def _is_loading(sequence: Sequence) -> bool:
-    """Return True if a sequence, or the one that computes a prefix for it, waits for a file or an image."""
+    """Return True if a sequence, or the one that computes a prefix for it, waits for a file or an encode."""
     leader = sequence.placement.leader
     return sequence.placement.is_loading or (leader is not None and leader.placement.is_loading)
 

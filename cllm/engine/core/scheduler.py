@@ -18,7 +18,7 @@ ATTENTION_TILE = 64
 # A prompt of no more chunks than this is not cut, and whole prompts are computed together up to so
 # many chunks at most.
 N_CHUNKS_WHOLE = 2
-# However many sequences decode, an image advances by so many rows in a tick.
+# However many sequences decode, a media chunk advances by so many rows in a tick.
 N_MEDIA_LEAST = 2
 # A preempted sequence runs again only if all sequences have cells for so many more tokens each.
 N_AHEAD_AGAIN = 16
@@ -26,7 +26,7 @@ N_AHEAD_AGAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Next `n_tokens` pending tokens of one sequence, or rows of an image, and drafts after them."""
+    """Next `n_tokens` pending tokens of one sequence, or rows of a media chunk, and drafts after them."""
 
     sequence: Sequence
     n_tokens: int
@@ -111,19 +111,19 @@ def plan(
 def plan_media(
     sequences: Iterable[Sequence], n_free: int, n_rows: int, n_rows_max: int, now: float
 ) -> Chunk | None:
-    """Return the rows of an image that are decoded next; None if there is no room for any.
+    """Return the rows of a media chunk that are decoded next; None if there is no room for any.
 
     Parameters
     ----------
     sequences : iterable of Sequence
-        Those whose next rows are of an image that is encoded.  The most urgent one for which there is room is
+        Those whose next rows are of a media chunk that is encoded.  The most urgent one for which there is room is
         served.
     n_free : int
         Number of free cells.
     n_rows : int
-        Rows to compute now at most, of an image that can be cut.
+        Rows to compute now at most, of a chunk that can be cut.
     n_rows_max : int
-        Rows of one decode at most.  An image that cannot be cut is decoded whole in any case.
+        Rows of one decode at most.  A chunk that cannot be cut is decoded whole in any case.
     """
     sequence = most_urgent((s for s in sequences if s.n_whole <= n_free), now)
     if sequence is None:
@@ -234,7 +234,7 @@ def choose_preempted(running: Iterable[Sequence]) -> Sequence:
 def n_rows_needed(running: Iterable[Sequence]) -> int:
     """Return the number of cells that a tick needs at least: one for each decoding sequence.
 
-    An image that is decoded at once needs its cells, too.
+    A chunk that is decoded at once needs its cells, too.
     """
     several = list(running)
     n_whole = min((s.n_whole for s in several if s.is_ready and s.n_whole), default=0)

@@ -70,7 +70,7 @@ class Sequence:
     Attributes
     ----------
     tokens : list of int
-        Prompt and output.  Rows of images are negative numbers (`media_rows`).
+        Prompt and output.  Rows of media are negative numbers (`media_rows`).
     spans : Spans
         The media chunks in `tokens`; they are all in the prompt.
     tenant : Tenant

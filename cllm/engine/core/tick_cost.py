@@ -140,7 +140,7 @@ class TickCost:
             Gaps scatter by some percent: with their median a little above the target, nearly all stay below 1.2
             times the target, and the prompt gets what would be left unused.
         is_apart : bool
-            True: the prompt rows need a decode of their own, as rows of an image do.
+            True: the prompt rows need a decode of their own, as rows of a media chunk do.
         """
         cells = list(decoding)
         fixed, per_row, per_cell = self.coefficients

@@ -8,7 +8,7 @@ The rules, in the order in which they narrow the running sequences:
 | long turns | kinds are apart, tiles of several prompts are dear | prompts again, as long as their turn is shorter than a tick that decodes |
 | adapters | the sequences have several sets of LoRA adapters | one set: the one that had no turn for longest, among those that decode and that of the most urgent prompt |
 | tenants | requests of several tenants wait for rows or a seq_id (`tenants`) | first the tenant that is furthest behind its share, within a level of priority |
-| images | a sequence's next rows are of an image | one image alone, in a second decode after the others |
+| media | a sequence's next rows are of a media chunk | one media chunk alone, in a second decode after the others |
 | tiles | a tick of decoding sequences, 64 or more | 63 of them, those first that have waited longest, then in the order of their seq_ids |
 
 The rows of prompts in a tick are limited by
@@ -17,7 +17,7 @@ The rows of prompts in a tick are limited by
 |---|---|
 | `n_prefill_chunk` | no `target_itl_ms`, and some sequence waits for the tick |
 | what keeps the gap between two tokens at the target | `target_itl_ms`, and some sequence waits for the tick |
-| nothing | `target_itl_ms`, and the gap of the streams belongs to rows of an image or to an encode |
+| nothing | `target_itl_ms`, and the gap of the streams belongs to rows of a media chunk or to an encode |
 | what is best computed together | `separates_prompts`, and a prompt is ready |
 | a row for each decoding sequence is left free | a tick of prompts alone |
 
@@ -41,7 +41,7 @@ from cllm.engine.core.tenants import Tenants
 from cllm.engine.lora import LoraSet
 
 # The work that may fill the gap between two tokens of the streams, besides their own rows.
-OWNERS = PROMPTS, IMAGE, ENCODER = "prompts", "image", "encoder"
+OWNERS = PROMPTS, MEDIA, ENCODER = "prompts", "media", "encoder"
 
 
 class Turns:
@@ -130,18 +130,18 @@ class Turns:
     def plan_media(
         self, sequences: list[Sequence], chunks: list[Chunk], n_rows_max: int, now: float
     ) -> Chunk | None:
-        """Return the rows of an image that are decoded after the other rows of this tick.
+        """Return the rows of a media chunk that are decoded after the other rows of this tick.
 
         Parameters
         ----------
         sequences : list of Sequence
-            Those whose next rows are of an image that is encoded.
+            Those whose next rows are of a media chunk that is encoded.
         chunks : list of Chunk
             The other rows of this tick.
         n_rows_max : int
             Rows that one decode can have.
         """
-        if not sequences or (self._gap_began is not None and self._owner != IMAGE):
+        if not sequences or (self._gap_began is not None and self._owner != MEDIA):
             return None
         turn = [c.sequence for c in chunks]
         n_rows, n_prompt_rows = n_rows_max, self._n_prompt_rows(turn, 1, is_apart=True)
@@ -161,7 +161,7 @@ class Turns:
         """Begin a gap between two tokens of the streams, after the decode of these chunks.
 
         With `target_itl_ms`, each kind of other work takes all that the target leaves: rows of prompts, rows
-        of an image, and an encode.  So the kinds that have work take gaps by turns.
+        of media, and an encode.  So the kinds that have work take gaps by turns.
         """
         if self._target_s is None:
             return
@@ -172,7 +172,7 @@ class Turns:
         ready = [s for s in running if s.is_ready]
         has_work = {
             PROMPTS: any(s.media_index is None and s.n_pending > 1 for s in ready),
-            IMAGE: any(s.media_index is not None for s in ready),
+            MEDIA: any(s.media_index is not None for s in ready),
             ENCODER: is_encoding,
         }
         last = OWNERS.index(self._owner) if self._owner else -1
@@ -217,7 +217,7 @@ class Turns:
         decoding = [s.n_computed for s in turn if s.is_decoding]
         if not decoding and n_sets == 1:
             return None
-        if self._owner in (IMAGE, ENCODER) and decoding and not is_apart:
+        if self._owner in (MEDIA, ENCODER) and decoding and not is_apart:
             return 0
         # Any prompt will do: what a chunk attends to costs less than its rows.
         n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)

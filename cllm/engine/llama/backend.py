@@ -128,6 +128,8 @@ class LlamaBackend:
             loras.load(lora.name, lora.path, lora.scale)
         media = self._open_media(model, owned)
         decoder, kv_cache = self._open_decoder(model, info, loras, media, owned)
+        if media is not None:
+            media.n_rows_max = kv_cache.n_ctx_seq
         own = loras if texts is model else LlamaLoras(texts)
         encoder = None if info is None else LlamaTextEncoder(texts, config, info, own)
         if encoder is not None:
@@ -233,7 +235,7 @@ class LlamaBackend:
         Parameters
         ----------
         n_whole_max : int
-            Rows of an image that are decoded at once: llama.cpp aborts if they are more than `n_ubatch`.
+            Rows of a media chunk that are decoded at once: llama.cpp aborts if they are more than `n_ubatch`.
         """
         config, files = self._config, model_files(self._config)
         config = replace(

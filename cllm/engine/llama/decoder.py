@@ -97,7 +97,7 @@ class LlamaDecoder:
         return self._batch.add(seq_id, tokens, p0, n_outputs=n_outputs)
 
     def add_media(self, media: MediaRows) -> None:
-        """Make the batch consist of rows of one image alone."""
+        """Make the batch consist of rows of one media chunk alone."""
         self._embeddings = EmbeddingBatch(**media._asdict())
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:

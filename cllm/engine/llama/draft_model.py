@@ -97,7 +97,7 @@ class DraftModel:
 
     def expect(self, sequence: Sequence, n_max: int) -> list[float]:
         """See `Drafter`."""
-        if self._is_broken or sequence.spans:  # it sees no images
+        if self._is_broken or sequence.spans:  # it sees no media
             return []
         self.step_s *= 1.0 - STEP_RECOVERY  # a step that seemed too slow is measured again later
         share = self._shares.get(sequence, self._share)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -28,11 +27,14 @@ from cllm.engine.core.gap_budget import GapBudget
 from cllm.engine.media import MAX_ROWS, MIN_ROWS, MediaInput, MediaPiece, Shape, kind_of, size_of
 from cllm.engine.thread.backend import Work
 from cllm.errors import (
+    CllmError,
     ClosedError,
     EncodeCancelledError,
+    GenerationError,
     InvalidArgumentError,
     InvalidRequestError,
     LlamaCallError,
+    PromptTooLongError,
 )
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
@@ -44,14 +46,15 @@ SLICE_NODES = 1
 FIRST_AIM = 0.75
 # An encode resumes outside its turns if no decode has followed the last one for so long.
 IDLE_S = 0.02
-# Images whose largest chunk is looked up at load: small ones, and large ones of many shapes.
 LARGE = 4096
+# Images whose largest chunk is looked up at load: small ones, and large ones of many shapes.
 TRIAL_SHAPES: tuple[Shape, ...] = (
     (64, 64),
     *((LARGE, LARGE * n // 32) for n in range(4, 33)),
     *((LARGE * n // 32, LARGE) for n in range(4, 32)),
 )
-TRIAL_SECONDS = 1, 30  # of audio, which libmtmd cuts into windows of at most 30 s
+WINDOW_S = 30  # libmtmd cuts audio into windows of at most so many seconds
+N_MEASURED = 256  # layouts of audio that are remembered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +87,8 @@ class LlamaMediaEncoder:
         What it encodes: "image", "audio".
     audio_sample_rate : int
         Samples a second of audio; 0 if it encodes none.
+    n_rows_max : int
+        Rows that a sequence may have: audio with more is rejected before it is measured.
 
     Raises
     ------
@@ -113,11 +118,13 @@ class LlamaMediaEncoder:
         self._post: Callable[[MediaEncoded | MediaMeasured], object] = lambda encoded: None
         self._note: Callable[[bytes], object] = lambda digest: None
         self._projector: Projector | None = None
-        # libmtmd computes the spectrum of silence to count the rows of audio: 0.1 s for each 30 s.
-        self._measuring = ThreadPoolExecutor(1, thread_name_prefix="cllm-layout")
-        self._measured: dict[Shape, Future[tuple[MediaPiece, ...]]] = {}
+        self._to_measure: deque[Shape] = deque()
+        self._measured: dict[Shape, tuple[MediaPiece, ...] | CllmError] = {}
+        self._measurer: threading.Thread | None = None
+        self._n_window_rows = 0  # of a window of audio
         self.modalities: tuple[str, ...] = ()
         self.audio_sample_rate: int = 0
+        self.n_rows_max: int = MAX_ROWS
         self._failure: BaseException | None = None  # of the load
         self._ended: Exception | None = None  # why the thread has ended early
         self._is_loaded = threading.Event()
@@ -144,27 +151,70 @@ class LlamaMediaEncoder:
 
     def close(self) -> None:
         """Cancel everything, free the projector and join the threads."""
-        self._measuring.shutdown(cancel_futures=True)
         with self._changed:
             self._is_stopping = True
+            self._to_measure.clear()
             self._changed.notify_all()
         self._thread.join()
 
     # --- Sizes: inference thread --------------------------------------------------------------
     def layout(self, shape: Shape) -> tuple[MediaPiece, ...] | None:
-        """See `MediaEncoderThread`: those of audio are known when a thread has computed them."""
+        """See `MediaEncoderThread`.  None until a thread has measured audio.
+
+        libmtmd computes the spectrum of silence to count the rows of audio: 0.1 s for each window of 30 s.
+        """
         if kind_of(shape) == "image":
             return self._layout(shape)
-        future = self._measured.pop(shape, None)
-        if future is not None and future.done():
-            return future.result()
-        if future is None:
-            future = self._measuring.submit(self._layout, shape)
-            self._measured[shape] = future
-            future.add_done_callback(lambda _: self._post(MediaMeasured()))
-        else:
-            self._measured[shape] = future
-        return None
+        if self.audio_sample_rate and self._n_window_rows:
+            n_windows = shape[0] // (WINDOW_S * self.audio_sample_rate)
+            if (n_rows := n_windows * self._n_window_rows) > self.n_rows_max:
+                raise PromptTooLongError(n_rows, self.n_rows_max)
+        with self._changed:
+            found = self._measured.get(shape)
+            if found is None and shape not in self._to_measure:
+                if self._ended is not None or self._is_stopping:
+                    raise ClosedError("the encoder has ended") from self._ended
+                self._to_measure.append(shape)
+                self._changed.notify_all()
+                if self._measurer is None:
+                    self._measurer = threading.Thread(
+                        target=self._measure, name="cllm-layout", daemon=True
+                    )
+                    self._measurer.start()
+        if isinstance(found, CllmError):
+            with self._changed:
+                del self._measured[shape]
+            raise found
+        return found
+
+    def forget(self, shape: Shape) -> None:
+        """See `MediaEncoderThread`."""
+        with self._changed:
+            if shape in self._to_measure:
+                self._to_measure.remove(shape)
+
+    def _measure(self) -> None:
+        """Measure audio until the encoder ends; the first shape stays in the queue meanwhile."""
+        while True:
+            with self._changed:
+                while not (self._to_measure or self._is_stopping or self._ended):
+                    self._changed.wait()
+                if self._is_stopping or self._ended:
+                    return
+                shape = self._to_measure[0]
+            try:
+                found: tuple[MediaPiece, ...] | CllmError = self._layout(shape)
+            except CllmError as error:
+                found = error.with_traceback(None)
+            except Exception as error:
+                found = GenerationError(f"audio of {size_of(shape)} was not measured: {error!r}")
+            with self._changed:
+                if shape in self._to_measure:
+                    self._to_measure.remove(shape)
+                self._measured[shape] = found
+                while len(self._measured) > N_MEASURED:
+                    del self._measured[next(iter(self._measured))]
+            self._post(MediaMeasured())
 
     def _layout(self, shape: Shape) -> tuple[MediaPiece, ...]:
         """Return the chunks and tokens of an image or audio of this shape.  Any thread.
@@ -188,18 +238,19 @@ class LlamaMediaEncoder:
         return tuple(_piece_of(piece, self.n_whole_max, kind) for piece in pieces)
 
     def _find_n_whole_max(self) -> int:
-        found, shapes = 0, dict[str, Iterable[Shape]]()
-        shapes["image"] = TRIAL_SHAPES
-        shapes["audio"] = [(seconds * self.audio_sample_rate,) for seconds in TRIAL_SECONDS]
-        for kind in self.modalities:
-            for shape in shapes[kind]:
-                try:
-                    pieces = self._layout(shape)
-                except InvalidRequestError:
-                    continue  # a size that no request can use
-                if all(piece.is_causal for piece in pieces):  # of one projector all are alike
-                    break
-                found = max([found, *(piece.n_rows for piece in pieces)])
+        found = 0
+        if "audio" in self.modalities:
+            window = [p for p in self._layout((WINDOW_S * self.audio_sample_rate,)) if p.n_rows]
+            self._n_window_rows = window[0].n_rows if window else 0
+            found = max((p.n_rows for p in window if not p.is_causal), default=0)
+        for shape in TRIAL_SHAPES if "image" in self.modalities else ():
+            try:
+                pieces = self._layout(shape)
+            except InvalidRequestError:
+                continue  # a size that no request can use
+            if all(piece.is_causal for piece in pieces):  # of one projector all are alike
+                break
+            found = max([found, *(piece.n_rows for piece in pieces)])
         return found
 
     # --- Work: inference thread --------------------------------------------------------------
@@ -292,11 +343,14 @@ class LlamaMediaEncoder:
                 self._end(error)
             finally:
                 self._projector = None
+                if self._measurer is not None:  # it uses the projector
+                    self._measurer.join()
 
     def _end(self, error: Exception) -> None:
         """Answer all waiting and later media with an error."""
         with self._changed:
             self._ended = error
+            self._changed.notify_all()
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             self._fail(*job, error)
@@ -344,7 +398,8 @@ class LlamaMediaEncoder:
                     opened.callback(chunk.close)
                 for ordinal in ordinals:
                     chunk = chunks[ordinal]
-                    # Scaling the pixels or transforming the samples takes one core alone, beside the decodes.
+                    # Scaling the pixels above takes one core, beside the decodes; the spectrum of audio takes
+                    # four threads for 0.1 s of each 30 s.
                     rows = EncodedRows(self._encoded(projector, chunk), chunk.rows_at)
                     if not np.isfinite(rows.rows).all():
                         raise LlamaCallError("mtmd_batch_encode", 0, "embeddings are not finite")
@@ -405,7 +460,9 @@ def _piece_of(piece: ChunkShape | list[int], n_whole_max: int, kind: str) -> Med
         return MediaPiece(tokens=tuple(piece))
     n_rows, n_positions, is_causal, has_one_time = piece
     if not MIN_ROWS <= n_rows <= MAX_ROWS or not 1 <= n_positions <= n_rows:
-        limit = f"one of {MIN_ROWS} to {MAX_ROWS} rows (image_min_tokens, image_max_tokens)"
+        limit = f"one of {MIN_ROWS} to {MAX_ROWS} rows"
+        if kind == "image":
+            limit += " (image_min_tokens, image_max_tokens)"
         raise InvalidRequestError(kind, f"{n_rows} rows", limit)
     if not is_causal and n_rows > n_whole_max:
         limit = f"at most {n_whole_max} rows, which are decoded at once (n_ubatch)"

@@ -24,6 +24,7 @@ MIB = 1 << 20
 AMPLE, AMPLE_BYTES = 2, 512 << 20
 # Bytes of an encode for each patch and each channel: measured, 63 to 81 with 196 to 7,056 patches of 768 channels.
 ENCODER_BYTES = 80
+N_FRAMES = 1500  # of 30 s of audio, with encoders like that of Whisper
 N_STEP = 256  # cells of a share are a multiple of this
 # Bytes of one number in the KV cache; quantized types include their scales.
 KV_BYTES = {
@@ -170,9 +171,10 @@ def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
 
 
 def encoder_bytes(config: EngineConfig) -> int:
-    """Estimate the bytes that an encode of an image takes, from the header of the projector's file; 0 without one.
+    """Estimate the bytes that an encode takes, from the header of the projector's file; 0 without one.
 
-    An image counts with the size that the file states, or with `image_max_tokens` rows of four patches.
+    An image counts with the size that the file states, or with `image_max_tokens` rows of four patches.  Audio
+    counts with the frames of a window of 30 s.
     """
     if config.mmproj is None:
         return 0
@@ -182,15 +184,18 @@ def encoder_bytes(config: EngineConfig) -> int:
         return 0
 
     def number(name: str) -> int:
-        value = known.get(f"clip.vision.{name}")
+        value = known.get(f"clip.{name}")
         return value if isinstance(value, int) else 0
 
-    n_patches = (number("image_size") // max(1, number("patch_size"))) ** 2
-    n_patches = max(n_patches, 4 * (config.image_max_tokens or 0))
-    each = ENCODER_BYTES * number("embedding_length")
-    if config.flash_attn is False:  # a matrix for each head
-        each += 4 * number("attention.head_count") * n_patches
-    return n_patches * each
+    def taken(kind: str, n_rows: int) -> int:
+        each = ENCODER_BYTES * number(f"{kind}.embedding_length")
+        if config.flash_attn is False:  # a matrix for each head
+            each += 4 * number(f"{kind}.attention.head_count") * n_rows
+        return n_rows * each
+
+    side = number("vision.image_size") // max(1, number("vision.patch_size"))
+    n_patches = max(side**2, 4 * (config.image_max_tokens or 0))
+    return max(taken("vision", n_patches), taken("audio", N_FRAMES))
 
 
 def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:

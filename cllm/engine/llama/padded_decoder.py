@@ -67,7 +67,7 @@ class PaddedDecoder(LlamaDecoder):
         return range(first, self._n_outputs)
 
     def add_media(self, media: MediaRows) -> None:
-        """Make the batch consist of rows of one image alone; no output row is alone."""
+        """Make the batch consist of rows of one media chunk alone; no output row is alone."""
         self._n_outputs = media.n_outputs
         super().add_media(media._replace(n_outputs=_n_asked(media.n_outputs, len(media.rows))))
 

@@ -43,7 +43,7 @@ EXIT_S = 5.0  # for the process to end after its output was closed
 ORPHAN_S = 10  # added to the limit after which a process without a parent ends itself
 LOADED = b"\nloaded\n"  # output of the process when the model is loaded
 N_CTX = 512
-N_CTX_IMAGE = 4096  # room for a small image of every projector
+N_CTX_IMAGE = 4096  # room for a small image or a second of audio of every projector
 MAX_OUTPUT_BYTES = 1 << 16
 MAX_WORDS = 300
 

@@ -197,7 +197,7 @@ class SamplerFactory:
             and not (params.changes_logits or suppressed or is_constrained)
         ):
             return None
-        prompt = tuple(token for token in request.prompt_token_ids if token >= 0)  # no images
+        prompt = tuple(token for token in request.prompt_token_ids if token >= 0)  # no media
         seed = params.seed if request.seed is None else request.seed
         if seed is None:
             seed = secrets.randbelow(MAX_SEED + 1)

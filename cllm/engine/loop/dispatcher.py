@@ -23,6 +23,7 @@ from cllm.engine.core.commands import (
     Event,
     Finished,
     Inspect,
+    LayoutMedia,
     LiveView,
     LoadedLoras,
     Progressed,
@@ -30,6 +31,7 @@ from cllm.engine.core.commands import (
     Ready,
     Restarted,
     Stopped,
+    Withdraw,
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.health import Restart
@@ -161,6 +163,10 @@ class Dispatcher:
         self._inbox.put(Ask(call_id, question))
         try:
             return await reply.wait()
+        except BaseException:
+            if isinstance(question, LayoutMedia):  # others have effects
+                self._inbox.put(Withdraw(call_id))
+            raise
         finally:
             del self._questions[call_id]
 

@@ -71,7 +71,7 @@ class Generates(ABC, Generic[StreamT]):
         Parameters
         ----------
         prompt : str, sequence of int, or sequence of str, Image and Audio
-            Text, token ids, or texts and images in order.
+            Text, token ids, or texts, images and audio in order.
         params : SamplingParams, optional
             Parameters; or their fields as keyword arguments, not both.
         priority : int

@@ -208,7 +208,7 @@ class InputProcessor:
                 call.prompt, parse_special=call.parse_special
             )
         if draft.media and _first_scored(call) is not None:
-            limit = "left out: a prompt with images has no log probabilities"
+            limit = "left out: a prompt with images or audio has no log probabilities"
             raise InvalidRequestError("prompt_logprobs", call.params.prompt_logprobs, limit)
 
     async def _fit(self, draft: _Draft) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import anyio.to_thread
+import numpy as np
 
 from cllm.engine.audio import Audio
 from cllm.engine.chat.readable import WORDS
@@ -134,7 +135,9 @@ class MediaReader:
                 )
                 ordinal += 1
         is_causal = all(chunk.is_causal for chunk in chunks)
-        return PromptMedia(tuple(tokens), MediaInput(digest, data, shape, len(chunks), is_causal))
+        rate = model.audio_sample_rate if source.kind == "audio" else 0
+        media = MediaInput(digest, data, shape, len(chunks), is_causal, rate)
+        return PromptMedia(tuple(tokens), media)
 
     async def check(self, media: tuple[MediaInput, ...], tokens: tuple[int, ...]) -> None:
         """Check that this engine cuts the media of a saved prompt into the same chunks.
@@ -156,8 +159,9 @@ class MediaReader:
         shapes = [(span.end - span.start, span.n_positions, span.has_one_time) for span in spans]
         if shapes != chunks:
             found = [shape[:2] for shape in shapes]
-            limit = "the rows of this engine's projector (image_min_tokens, image_max_tokens)"
             kind = media[0].kind if media else "image"
+            limit = "the rows of this engine's projector"
+            limit += " (image_min_tokens, image_max_tokens)" if kind == "image" else ""
             raise InvalidRequestError(kind, f"chunks of {found} rows and positions", limit)
 
     async def _layout(self, question: LayoutMedia) -> MediaLayout:
@@ -199,8 +203,9 @@ class Decoding:
             The extra `media` is not installed.
         """
         source, name, kind = media.read(), media.shown, media.kind
-        if isinstance(media, Audio) and media.sample_rate != sample_rate:
-            source = media.file()  # the process resamples it
+        if isinstance(source, np.ndarray) and isinstance(media, Audio):
+            # The process changes the rate.
+            source = source if media.sample_rate == sample_rate else media.file()
         if not isinstance(source, bytes):
             return Decoded.of(source.shape[:2], source.tobytes())
         wanted = "image" if kind == "image" else str(sample_rate)

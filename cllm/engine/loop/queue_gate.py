@@ -21,7 +21,7 @@ class QueueGate:
     ----------
     n_open : int
     n_media_bytes : int
-        Bytes of the pixels of open requests.
+        Bytes of the pixels and samples of open requests.
     """
 
     def __init__(

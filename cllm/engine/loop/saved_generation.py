@@ -26,7 +26,7 @@ from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.state_file import DamagedFileError, read_state_file, write_state_file
 from cllm.errors import InvalidArgumentError, InvalidRequestError
 
-KIND = "generation 2"
+KIND = "generation 3"
 _MODEL_FIELDS = ("architecture", "n_params", "size_bytes", "n_vocab", "n_embd", "n_layer")
 
 
@@ -242,7 +242,7 @@ def _prompt_of(
 def _source_of(media: MediaInput) -> MediaSource:
     if media.kind == "image":
         return Image(np.frombuffer(media.data, np.uint8).reshape(*media.shape, 3))
-    return Audio(np.frombuffer(media.data, np.float32))
+    return Audio(np.frombuffer(media.data, np.float32), media.sample_rate)
 
 
 def _params_of(plain: Mapping[str, Any]) -> dict[str, Any]:

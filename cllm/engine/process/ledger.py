@@ -27,6 +27,7 @@ from cllm.engine.core.commands import (
     LoadLora,
     Progressed,
     Read,
+    Withdraw,
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.media import kind_of, size_of
@@ -258,6 +259,8 @@ class Ledger:
                 return []
             case Ask(call_id):
                 self._questions[call_id] = OpenQuestion(command)
+            case Withdraw(call_id):
+                self._questions.pop(call_id, None)
         return [command] if self._is_up else []
 
     def _open_call(self, known: OpenCall) -> list[Command]:

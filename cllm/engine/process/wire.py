@@ -38,6 +38,7 @@ from cllm.engine.core.commands import (
     Ready,
     Shutdown,
     Stopped,
+    Withdraw,
 )
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.output import Completion, TokenDelta, TokenLogprob
@@ -143,7 +144,7 @@ FromChild = Event | Logged | Beat
 
 # Types of messages; a message is sent with the index of its type here.
 COMMANDS: tuple[type, ...] = (
-    _Request, CancelRequest, Read, ClearPrefixCache, _Ask, Shutdown, SetLogLevel, AddEmbedding,
+    _Request, CancelRequest, Read, ClearPrefixCache, _Ask, Shutdown, SetLogLevel, AddEmbedding, Withdraw,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
     Ready, _Finished, _Answered, _Stopped, Ended, Logged, Beat, _Embedded,

@@ -116,6 +116,9 @@ class MediaEncoderThread(MediaEncoder, Protocol):
             It has none.
         """
 
+    def forget(self, shape: Shape) -> None:
+        """Compute no layout of this shape any more: no question waits for it."""
+
     def pause(self, work: Work) -> None:
         """Give the encoder its turn, and wait until a decode of this kind may begin."""
 

@@ -27,6 +27,7 @@ from cllm.engine.core.commands import (
     Progressed,
     Ready,
     Shutdown,
+    Withdraw,
 )
 from cllm.engine.core.embedding_core import EmbeddingCore
 from cllm.engine.core.engine_core import EngineCore
@@ -342,6 +343,9 @@ class InferenceThread(EngineHost):
                 if self._embeddings is not None:
                     self._embeddings.handle(command)
                 self._interrupter.forget(request_id)
+            case Withdraw(call_id):
+                assert self._questions is not None
+                self._questions.withdraw(call_id)
             case MediaMeasured():
                 pass  # `Questions` asks again in every tick
             case _:

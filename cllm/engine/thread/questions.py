@@ -20,7 +20,7 @@ from cllm.engine.core.commands import (
     UnloadLora,
 )
 from cllm.engine.core.engine_core import EngineCore
-from cllm.engine.media import Shape, kind_of, size_of
+from cllm.engine.media import Shape, kind_of, left_out, size_of
 from cllm.engine.thread.backend import Loras, MediaEncoderThread
 from cllm.errors import CllmError, GenerationError, InvalidRequestError, ModelLoadError
 
@@ -50,6 +50,14 @@ class Questions:
     def ask(self, ask: Ask) -> None:
         """Take a question."""
         self._open.append(ask)
+
+    def withdraw(self, call_id: int) -> None:
+        """Forget a question whose caller has left."""
+        gone = {ask.question for ask in self._open if ask.call_id == call_id}
+        self._open = [ask for ask in self._open if ask.call_id != call_id]
+        for question in gone - {ask.question for ask in self._open}:
+            if isinstance(question, LayoutMedia) and self._media is not None:
+                self._media.forget(question.shape)
 
     def take_events(self) -> list[Event]:
         """Answer the open questions as far as possible now; return the answers as events."""
@@ -95,13 +103,13 @@ class Questions:
         """Return the chunks of an image or audio; every failure becomes an error of cllm."""
         kind, size = kind_of(shape), size_of(shape)
         if self._media is None:
-            raise InvalidRequestError(kind, size, "left out: the engine has no projector (mmproj)")
+            raise InvalidRequestError(kind, size, left_out(kind, ()))
         try:
             pieces = self._media.layout(shape)
         except CllmError:
             raise
         except Exception as error:
-            raise GenerationError(f"{size} were not cut into chunks: {error!r}") from error
+            raise GenerationError(f"{kind} of {size} was not cut into chunks: {error!r}") from error
         return None if pieces is None else MediaLayout(pieces)
 
     def _change_loras(self, change: Callable[[], object], path: str) -> Answer:

@@ -75,18 +75,18 @@ export function drawLanes(canvas, extents, slots) {
       context.fillRect(LABEL + end * unit - 2, GAP + Math.min(...ys), 1.5, Math.max(...ys) - Math.min(...ys) + LANE);
     }
   }
-  // Light stripes: rows of images.
+  // Light stripes: rows of media.
   context.fillStyle = colour("back");
   let nRows = 0;
   for (const slot of busy) {
     const y = GAP + lanes.get(slot.seq_id) * (LANE + GAP);
-    for (const [start, end] of slot.images) {
+    for (const [start, end] of slot.media) {
       nRows += end - start;
       for (let x = start * unit; x < end * unit; x += STRIPE) context.fillRect(LABEL + x, y + 2, 1, LANE - 4);
     }
   }
   const shared = extents.filter((extent) => extent[3].length > 1).reduce((sum, extent) => sum + extent[1] - extent[0], 0);
-  canvas.setAttribute("aria-label", `${busy.length} sequences, the longest of ${last} positions; ${shared} positions are shared${nRows ? `; ${nRows} rows of images` : ""}`);
+  canvas.setAttribute("aria-label", `${busy.length} sequences, the longest of ${last} positions; ${shared} positions are shared${nRows ? `; ${nRows} rows of media` : ""}`);
 }
 
 /** Rows of each tick upwards, its time downwards. */

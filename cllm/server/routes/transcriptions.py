@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -22,6 +23,7 @@ from cllm import (
 )
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat
+from cllm.server.answers.formats import finish_reason_of
 from cllm.server.http.body import TENANT_HEADER
 from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import DONE, Event
@@ -30,12 +32,13 @@ from cllm.server.state import log_request, request_id_of, state_of
 
 router: APIRouter = APIRouter(tags=["OpenAI"])
 
+FORM_TYPE = b"multipart/form-data"
 ASKED = "Transcribe audio to text"  # as llama-server asks
-LFM2 = (
-    "lfm2"  # its models were trained to transcribe with this system message, and no text of a user
-)
-LFM2_SYSTEM = "Perform ASR."
-FORMATS = ("json", "text")  # others have times, which no model of libmtmd tells
+# LFM2 was trained to transcribe with this system message, and no text of a user.
+LFM2, LFM2_SYSTEM = "lfm2", "Perform ASR."
+FORMATS = ("json", "text")  # others have timestamps, which these models do not give
+# Fields of OpenAI's clients that change nothing here.
+HARMLESS = frozenset(("include[]", "chunking_strategy", "timestamp_granularities[]"))
 MAX_FIELDS, MAX_FIELD_BYTES = 32, 1 << 16
 FIELDS = {
     "file": {"type": "string", "format": "binary", "description": "WAV, FLAC, MP3, Ogg or AIFF"},
@@ -62,10 +65,15 @@ class TranscriptionForm(AnswerForm):
 
     prompt_field = "file"
 
+    def __init__(self) -> None:
+        self._has_begun = False
+
     def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
         """See `AnswerForm`."""
-        if delta.text:
-            yield None, {"type": "transcript.text.delta", "delta": delta.text}
+        text = delta.text if self._has_begun else delta.text.lstrip()
+        if text:
+            self._has_begun = True
+            yield None, {"type": "transcript.text.delta", "delta": text}
 
     def end(self, done: Sequence[Completion]) -> Iterator[Event]:
         """See `AnswerForm`."""
@@ -78,7 +86,8 @@ class TranscriptionForm(AnswerForm):
         n_audio = usage.n_audio_tokens
         details = {"audio_tokens": n_audio, "text_tokens": usage.n_prompt - n_audio}
         return {
-            "text": done[0].text.strip(),
+            "text": done[0].text.lstrip(),
+            "finish_reason": finish_reason_of(done[0].finish_reason),
             "usage": {
                 "type": "tokens",
                 "input_tokens": usage.n_prompt,
@@ -96,7 +105,7 @@ class PlainTranscriptionForm(TranscriptionForm):
 
     def whole(self, done: Sequence[Completion]) -> Any:
         """See `AnswerForm`."""
-        return done[0].text.strip() + "\n"
+        return done[0].text.lstrip() + "\n"
 
 
 class _FileCall(ChatCall):
@@ -138,14 +147,21 @@ async def transcriptions(request: Request) -> Response:
 
 async def _read(request: Request) -> tuple[Audio, dict[str, str]]:
     """Return the file and the other fields of a form."""
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != FORM_TYPE:
+        raise invalid("file", "is missing: send a form (multipart/form-data) with a file")
+    if options.get(b"charset", b"utf-8").lower() != b"utf-8":
+        raise Problem(400, "content-type: a form has the charset utf-8")
     try:
         async with request.form(
             max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
         ) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
-                raise invalid("file", "is missing: a form (multipart/form-data) with a file")
+                raise invalid("file", "is missing, or is no file")
             fields = {name: value for name, value in form.items() if isinstance(value, str)}
+            for name in sorted(fields.keys() - FIELDS.keys() - HARMLESS):
+                raise invalid(name[:80], f"is unknown; known are {', '.join(FIELDS)}")
             return Audio(await file.read()), fields
     except InvalidArgumentError as error:
         raise invalid("file", f"is {error.value}, must be {error.limit}") from None
@@ -153,15 +169,18 @@ async def _read(request: Request) -> tuple[Audio, dict[str, str]]:
         raise Problem(400, "the client left before its body was complete") from None
     except HTTPException as error:
         raise Problem(400, f"the body is no form: {error.detail}") from None
+    except ValueError as error:  # bytes that are no text
+        raise Problem(400, f"the body is no form: {error}") from None
 
 
 def _messages(architecture: str, audio: Audio, fields: dict[str, str]) -> list[dict[str, Any]]:
     part = {"type": "audio", "audio": audio}
     prompt, language = fields.get("prompt", ""), fields.get("language", "")
+    spoken = f" (language: {language})" if language else ""
     if architecture.startswith(LFM2) and not prompt:
-        system = {"role": "system", "content": LFM2_SYSTEM}
+        system = {"role": "system", "content": LFM2_SYSTEM + spoken}
         return [system, {"role": "user", "content": [part]}]
-    text = (prompt or ASKED) + (f" (language: {language})" if language else "")
+    text = (prompt or ASKED) + spoken
     return [{"role": "user", "content": [{"type": "text", "text": text}, part]}]
 
 

@@ -11,10 +11,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from cllm import ClosedError, EngineConfig, InvalidRequestError
+from cllm import (
+    ClosedError,
+    EngineConfig,
+    GenerationError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
 from cllm.bindings import Model
 from cllm.bindings.projector import ChunkShape, RowPositions
-from cllm.engine.core.commands import MediaEncoded
+from cllm.engine.core.commands import MediaEncoded, MediaMeasured
 from cllm.engine.llama import media_encoder
 from cllm.engine.llama.media_encoder import FIRST_AIM, LlamaMediaEncoder
 from cllm.engine.media import MIN_ROWS, MediaInput
@@ -42,6 +48,9 @@ class ScriptedProjector:
     def __init__(self) -> None:
         self.began: SimpleQueue[int] = SimpleQueue()  # a number for each slice
         self.ends: SimpleQueue[bool | Exception] = SimpleQueue()  # True: the last slice of a chunk
+        self.measures: SimpleQueue[int] = SimpleQueue()  # a number of samples for each that begins
+        self.layouts: SimpleQueue[int | Exception] = SimpleQueue()  # rows of the next
+        self.measured: list[int] = []
         self.said: list[str] = []
         self.n_chunks = 1
         self.n_rows = N_ROWS
@@ -55,6 +64,14 @@ class ScriptedProjector:
 
     def layout(self, height: int, width: int) -> list[ChunkShape | list[int]]:
         return [[1], ChunkShape(self.n_rows, self.n_rows, True)]
+
+    def layout_audio(self, n_samples: int) -> list[ChunkShape | list[int]]:
+        self.measured.append(n_samples)
+        self.measures.put(n_samples)
+        end = self.layouts.get(timeout=WAIT_S)
+        if isinstance(end, Exception):
+            raise end
+        return [[1], ChunkShape(end, end, True)]
 
     def split(self, pixels: object) -> list[object]:
         return [[1], *(ScriptedChunk() for _ in range(self.n_chunks))]
@@ -225,6 +242,90 @@ def test_chunks_of_too_few_rows_are_rejected_by_name(scene: Scene) -> None:
     scene.projector.n_rows = MIN_ROWS - 1
     with pytest.raises(InvalidRequestError, match="4 rows"):
         scene.encoder.layout((8, 8))
+
+
+# --- Layouts of audio ------------------------------------------------------------------------
+def layout_of(scene: Scene, n_samples: int) -> list[int]:
+    """The rows of audio, when they are known."""
+    while (pieces := scene.encoder.layout((n_samples,))) is None:
+        assert isinstance(scene.heard(), MediaMeasured)
+    return [piece.n_rows for piece in pieces]
+
+
+def test_audio_is_measured_beside_the_ticks_and_once(scene: Scene) -> None:
+    assert scene.encoder.layout((9,)) is None
+    assert scene.projector.measures.get(timeout=WAIT_S) == 9
+    assert scene.encoder.layout((9,)) is None
+    assert scene.encoder.layout((8, 8)) is not None  # an image meanwhile
+    assert scene.encoder.layout((10,)) is None
+    for n_rows in (7, 8):
+        scene.projector.layouts.put(n_rows)
+    assert layout_of(scene, 9) == [0, 7]
+    assert layout_of(scene, 10) == [0, 8]
+    assert layout_of(scene, 9) == [0, 7]
+    assert scene.projector.measured == [9, 10]
+
+
+def test_audio_that_cannot_be_measured_is_rejected_by_name_and_measured_again(scene: Scene) -> None:
+    scene.projector.layouts.put(LlamaCallError("mtmd_tokenize", 1, "scripted"))
+    with pytest.raises(InvalidRequestError, match=r"audio is '9 samples'.*scripted"):
+        layout_of(scene, 9)
+    scene.projector.layouts.put(RuntimeError("scripted"))
+    with pytest.raises(GenerationError, match="9 samples was not measured"):
+        layout_of(scene, 9)
+    scene.projector.layouts.put(7)
+    assert layout_of(scene, 9) == [0, 7]
+    scene.projector.layouts.put(MIN_ROWS - 1)
+    with pytest.raises(InvalidRequestError, match="audio is '4 rows'"):
+        layout_of(scene, 10)
+
+
+def test_audio_that_no_question_waits_for_is_not_measured(scene: Scene) -> None:
+    assert scene.encoder.layout((9,)) is None
+    assert scene.projector.measures.get(timeout=WAIT_S) == 9
+    assert scene.encoder.layout((10,)) is None
+    scene.encoder.forget((10,))
+    scene.encoder.forget((9,))  # it is under way
+    scene.projector.layouts.put(7)
+    assert isinstance(scene.heard(), MediaMeasured)
+    assert layout_of(scene, 9) == [0, 7]
+    assert scene.projector.measured == [9]
+
+
+def test_audio_with_more_rows_than_a_sequence_is_not_measured(scene: Scene) -> None:
+    scene.encoder.audio_sample_rate, scene.encoder._n_window_rows = 16_000, 50
+    scene.encoder.n_rows_max = 100
+    with pytest.raises(PromptTooLongError, match="150 tokens > 100"):
+        scene.encoder.layout((3 * 30 * 16_000,))
+    assert scene.projector.measured == []
+
+
+def test_an_encoder_is_closed_while_it_measures(scene: Scene) -> None:
+    assert scene.encoder.layout((9,)) is None
+    assert scene.projector.measures.get(timeout=WAIT_S) == 9
+    assert scene.encoder.layout((10,)) is None
+    closing = threading.Thread(target=scene.encoder.close)
+    closing.start()
+    scene.projector.layouts.put(7)
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert scene.projector.measured == [9]
+
+
+def test_no_audio_is_measured_after_the_thread_has_ended(scene: Scene) -> None:
+    def fail(_: bytes) -> None:
+        raise RuntimeError("scripted")
+
+    assert scene.encoder.layout((9,)) is None
+    assert scene.projector.measures.get(timeout=WAIT_S) == 9
+    scene.encoder.start(cast(Any, scene.posted.put), fail)
+    scene.encode(b"a", 0)
+    while not isinstance(heard := scene.heard(), MediaEncoded) or heard.error is None:
+        pass
+    scene.projector.layouts.put(7)
+    scene.encoder._thread.join(WAIT_S)
+    with pytest.raises(ClosedError, match="has ended"):
+        scene.encoder.layout((10,))
 
 
 @pytest.mark.parametrize(

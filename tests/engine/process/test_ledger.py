@@ -24,6 +24,7 @@ from cllm.engine.core.commands import (
     Progressed,
     Read,
     UnloadLora,
+    Withdraw,
 )
 from cllm.engine.embedding import EmbeddingRequest
 from cllm.engine.media import MediaInput
@@ -376,9 +377,24 @@ def test_when_nothing_helps_everybody_is_told() -> None:
     assert not world.ledger.requests
 
 
+def test_a_withdrawn_question_is_not_asked_again() -> None:
+    ledger = Ledger()
+    assert ledger.on_ready() == []
+    ask = Ask(1, LayoutMedia((16_000,)))
+    assert ledger.command(ask) == [ask]
+    assert ledger.command(Withdraw(1)) == [Withdraw(1)]
+    assert ledger.on_crash(CRASH, Underway(), 0.0) == []
+    assert ledger.on_ready() == []
+    assert ledger.command(Withdraw(1)) == [Withdraw(1)]  # an answered one
+
+
 @pytest.mark.parametrize(
     ("question", "error"),
-    [(LoadLora("a", "a.gguf"), ModelLoadError), (LayoutMedia((8, 9)), InvalidRequestError)],
+    [
+        (LoadLora("a", "a.gguf"), ModelLoadError),
+        (LayoutMedia((8, 9)), InvalidRequestError),
+        (LayoutMedia((16_000,)), InvalidRequestError),
+    ],
 )
 def test_a_question_that_met_two_crashes_in_a_row_ends_with_an_error(
     question: LoadLora | LayoutMedia, error: type[Exception]

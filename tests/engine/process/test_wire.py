@@ -144,7 +144,7 @@ def test_events_arrive_as_they_were() -> None:
         Answered(
             2,
             LiveView(
-                (SlotInfo(0, SlotState.DECODE, "r", age_s=1.5, images=((2, 6),)),),
+                (SlotInfo(0, SlotState.DECODE, "r", age_s=1.5, media=((2, 6),)),),
                 (ExtentInfo(0, 6, -1, (0, 1)),),
                 (TickInfo(1, 2, 3, 0.1, 0.2, 0.3),),
                 n_waiting=4,
