@@ -7,7 +7,8 @@ margin between the best and the second-best logit.  The model also learns dialog
 
 Training rows are packed with several examples each, which are not masked from one another.  So the model
 learns to ignore the text before a question, which the tests of shared prefixes need.  The tasks are in
-`training_tasks` and `training_dialogues`, the network in `training_network`, the report in `training_measure`.
+`training_tasks`, `training_dialogues`, `training_pictures` and `training_greetings`, the network in
+`training_network`, the report in `training_measure`.
 
     pip install torch==2.13.0 numpy gguf
     python -m tools.train_model --output cllm/models/cllm-tiny.gguf     # about half an hour, 2 cores
@@ -34,6 +35,7 @@ from torch.nn import functional as F  # noqa: N812  # its usual name
 
 from tools.tiny_vocabulary import CHAT_TEMPLATE, N_VOCAB, add_vocabulary
 from tools.training_dialogues import dialogue_example
+from tools.training_greetings import greeting_example
 from tools.training_measure import Tally, evaluate, hardest_sums
 from tools.training_network import (
     N_CTX_TRAIN,
@@ -46,9 +48,11 @@ from tools.training_network import (
     ROPE_BASE,
     Transformer,
 )
+from tools.training_pictures import picture_example, unseen_example
 from tools.training_tasks import (
     MAKERS,
     MAX_NOTE_TOKENS,
+    Example,
     Question,
     confusable_stops,
     encode_example,
@@ -56,6 +60,8 @@ from tools.training_tasks import (
     make_note,
     random_text,
 )
+
+SUMS_STAGE = 6
 
 
 # --- Rows of examples ------------------------------------------------------------------------
@@ -74,6 +80,10 @@ class Phase:
     stop_weight: float = 0.0  # loss weight of the places that `confusable_stops` returns
     mine_sums: bool = False  # draw every second sum from the 1,000 with the smallest margins
     p_dialogue: float = 0.0  # share of examples that are dialogues with tools and thoughts
+    p_picture: float = 0.0  # share of examples with pictures
+    p_greeting: float = (
+        0.0  # share of greetings, and of rows that begin with a picture that is not there
+    )
 
 
 class Examples:
@@ -95,9 +105,17 @@ class Examples:
             if not question.held_out:
                 return question
 
-    def _example(self, phase: Phase) -> tuple[list[int], list[int]]:
-        if self._rng.random() < phase.p_dialogue:
-            return dialogue_example(self._rng)
+    def _example(self, phase: Phase, is_first: bool) -> Example:
+        if is_first and self._rng.random() < phase.p_greeting:
+            return unseen_example(self._rng)
+        kind = self._rng.random()
+        for share, make in (
+            (phase.p_dialogue, dialogue_example),
+            (phase.p_picture, picture_example),
+            (phase.p_greeting, greeting_example),
+        ):
+            if (kind := kind - share) < 0:
+                return make(self._rng)
         chat = self._rng.random() < 0.25
         questions = [
             self._question(phase) for _ in range(self._rng.choice((1, 1, 2, 3)) if chat else 1)
@@ -121,7 +139,8 @@ class Examples:
             row_tokens: list[int] = []
             row_weights: list[float] = []
             while len(row_tokens) < width:
-                tokens, asked = self._example(phase)
+                example = self._example(phase, not row_tokens)
+                tokens, asked = example.tokens, example.asked
                 # A long answer has many easy tokens; the square root limits its share of the loss.
                 weight = 1.0 / math.sqrt(max(1, sum(asked)))
                 row_tokens += tokens
@@ -146,6 +165,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter]
                 buffer = state.setdefault("momentum", torch.zeros_like(parameter))
                 buffer.mul_(group["momentum"]).add_(parameter.grad)
@@ -159,6 +180,19 @@ class Muon(torch.optim.Optimizer):
                 x = x.T if tall else x
                 scale = math.sqrt(max(1.0, parameter.shape[0] / parameter.shape[1]))
                 parameter.mul_(1 - 0.02 * group["lr"]).add_(x, alpha=-group["lr"] * scale)
+
+
+def optimizers_of(
+    model: nn.Module, others_lr: float, factor: float = 1.0
+) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Return Muon for the matrices of a model's layers, AdamW for the others, and the peak rate of each."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.dim() == 2 and name.startswith("blk.")
+            (matrices if is_matrix else others).append(parameter)
+    adam = torch.optim.AdamW(others, lr=others_lr, betas=(0.9, 0.98), weight_decay=0.01)
+    return [(Muon(matrices, lr=0.02), 0.02 * factor), (adam, others_lr * factor)]
 
 
 def learning_rate_at(step: int, n_steps: int) -> float:
@@ -201,10 +235,7 @@ def export(model: Transformer, path: Path, report: dict[str, Tally]) -> None:
 
 
 def load(model: Transformer, path: Path) -> None:
-    """Load the weights of a checkpoint or of an exported model."""
-    if path.suffix != ".gguf":
-        model.load_state_dict(torch.load(path))
-        return
+    """Load the weights of an exported model."""
     tensors = {
         t.name: torch.from_numpy(t.data.astype(np.float32)) for t in gguf.GGUFReader(path).tensors
     }
@@ -215,13 +246,12 @@ def load(model: Transformer, path: Path) -> None:
 def train(
     model: Transformer, phases: list[Phase], seed: int, peak: float, log: Callable[[str], None]
 ) -> None:
-    """Run `phases` under one schedule of the learning rate, with `peak` as a factor on it."""
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blk.")]
-    others = [p for n, p in model.named_parameters() if not (p.dim() == 2 and n.startswith("blk."))]
-    rates = [
-        (Muon(matrices, lr=0.02), 0.02 * peak),
-        (torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01), 4e-3 * peak),
-    ]
+    """Run `phases` under one schedule of the learning rate, with `peak` as a factor on it.
+
+    With pictures, the embeddings of the tokens are fixed: the encoder learns to give them (`train_encoder`).
+    """
+    model.token_embd.requires_grad_(not any(phase.p_picture for phase in phases))
+    rates = optimizers_of(model, 4e-3, peak)
     examples = Examples(seed)
     n_steps = sum(phase.n_steps for phase in phases)
     step, started, losses = 0, time.monotonic(), []
@@ -259,8 +289,10 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("cllm/models/cllm-tiny.gguf"))
-    parser.add_argument("--checkpoint", type=Path, help="file for the weights after each stage")
-    parser.add_argument("--resume", type=Path, help="start with this checkpoint or GGUF file")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="GGUF file for the weights after each stage"
+    )
+    parser.add_argument("--resume", type=Path, help="start with this GGUF file")
     parser.add_argument("--stage", type=int, default=0, help="first stage to run, from 0")
     parser.add_argument("--seed", type=int, default=20261120)
     arguments = parser.parse_args()
@@ -312,6 +344,21 @@ def main() -> None:
         ),
         # The last sums.
         (0.1, [Phase(768, 16, 300, 100, 300, 0.2, (50, 26, 4, 20), 0.5, 1.5, True, 0.3)]),
+        # Pictures and greetings, and all other tasks.
+        (
+            0.3,
+            [
+                Phase(640, 20, 800, 80, 200, 0.2, (44, 26, 6, 24), 0.7, 2.0, True, 0.25, 0.35, 0.1),
+                Phase(
+                    1280, 10, 700, 220, 400, 0.25, (44, 26, 6, 24), 0.7, 2.0, True, 0.3, 0.2, 0.05
+                ),
+            ],
+        ),
+        # The same again, at a lower learning rate.
+        (
+            0.1,
+            [Phase(1280, 10, 500, 220, 400, 0.25, (46, 28, 6, 20), 0.6, 2.0, True, 0.3, 0.2, 0.05)],
+        ),
     ]
 
     def log(line: str) -> None:
@@ -320,17 +367,18 @@ def main() -> None:
     log(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     if arguments.resume:
         load(model, arguments.resume)
-    before: dict[str, Tensor] = {}
     for number, (peak, phases) in enumerate(stages):
+        if number < arguments.stage:
+            continue
         before = {name: weight.clone() for name, weight in model.state_dict().items()}
-        if number >= arguments.stage:
-            train(model, phases, arguments.seed + number, peak, log)
-            if arguments.checkpoint:
-                torch.save(model.state_dict(), arguments.checkpoint)
-    # The last stage is better at sums, the one before it at the ends of counts.  The mean of their weights
-    # is good at both.
-    last = model.state_dict()
-    model.load_state_dict({name: (before[name] + last[name]) / 2 for name in last})
+        train(model, phases, arguments.seed + number, peak, log)
+        if number == SUMS_STAGE:
+            # This stage is better at sums, the one before it at the ends of counts.  The mean of their weights
+            # is good at both.
+            last = model.state_dict()
+            model.load_state_dict({name: (before[name] + last[name]) / 2 for name in last})
+        if arguments.checkpoint:
+            export(model, arguments.checkpoint, {})
     report = evaluate(model, 2000, 220, MAX_NOTE_TOKENS)
     for name, tally in report.items():
         log(f"{name}: {tally}")

@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.tiny_vocabulary import BOS, END, START
-from tools.training_tasks import MAKERS, Question, random_text
+from tools.tiny_vocabulary import END, START
+from tools.training_tasks import MAKERS, Example, Question, random_text
 
 VERBS = ("get", "set", "find", "add", "save", "send", "read", "list", "make", "look_up", "open")
 NOUNS = (
@@ -276,41 +276,31 @@ def make_dialogue(rng: random.Random, max_turns: int = 4) -> tuple[list[Tool], l
 
 def encode_dialogue(
     rng: random.Random, tools: list[Tool], turns: list[Turn], *, thinks: bool, system: str | None
-) -> tuple[list[int], list[int]]:
-    """Return the token ids, and for each 1 if the model writes the next token, else 0."""
-    tokens, is_asked = [BOS], [0]
+) -> Example:
+    """Return the example of a dialogue."""
+    example = Example()
+    begin(example, tools, system)
+    for turn in turns:
+        if not turn.calls:
+            example.turn(turn.asked, answer=turn.answer, thought=turn.thought if thinks else None)
+            continue
+        calls = "\n".join(map(written, turn.calls))
+        example.turn(turn.asked, answer=calls, thought=turn.thought if thinks else None)
+        if rng.random() < 0.1:
+            break
+        for result in turn.results:
+            example.say(START, "tool\n" + result, END, "\n")
+        seen = "I have the result." if len(turn.results) == 1 else "I have the results."
+        example.answer(turn.answer, seen if thinks else None)
+    return example
 
-    def say(part: list[int | str], asked: bool) -> None:
-        ids = [i for p in part for i in ([p] if isinstance(p, int) else p.encode())]
-        if asked:
-            is_asked[-1] = 1
-        tokens.extend(ids)
-        is_asked.extend([int(asked)] * (len(ids) - 1) + [0])
 
-    def answer(text: str, thought: str) -> None:
-        say([START, "assistant\n" + ("<think>\n" if thinks else "")], False)
-        say([(f"{thought}\n</think>\n\n" if thinks else "") + text, END], True)
-        say(["\n"], False)
-
+def begin(example: Example, tools: list[Tool], system: str | None) -> None:
+    """Append the system message, with the tools that are offered; nothing without either."""
     listed = "tools:\n" + "".join(f"{tool.name}({tool.shape})\n" for tool in tools)
     if tools or system is not None:
         head = "" if system is None else system + ("\n" if tools else "")
-        say([START, "system\n" + head + (listed if tools else ""), END, "\n"], False)
-    for turn in turns:
-        say([START, "user\n" + turn.asked, END, "\n"], False)
-        if turn.calls:
-            answer("\n".join(map(written, turn.calls)), turn.thought)
-            if rng.random() < 0.1:
-                break
-            for result in turn.results:
-                say([START, "tool\n" + result, END, "\n"], False)
-            answer(
-                turn.answer,
-                "I have the result." if len(turn.results) == 1 else "I have the results.",
-            )
-        else:
-            answer(turn.answer, turn.thought)
-    return tokens, is_asked
+        example.system(head + (listed if tools else ""))
 
 
 def written(call: tuple[str, dict[str, Any]]) -> str:
@@ -319,15 +309,15 @@ def written(call: tuple[str, dict[str, Any]]) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
-def dialogue_example(rng: random.Random) -> tuple[list[int], list[int]]:
-    """Return a random dialogue of at most `MAX_TOKENS` tokens, encoded as by `encode_dialogue`."""
+def dialogue_example(rng: random.Random) -> Example:
+    """Return a random dialogue of at most `MAX_TOKENS` tokens."""
     while True:
         example = _any_dialogue(rng)
-        if len(example[0]) <= MAX_TOKENS:
+        if len(example.tokens) <= MAX_TOKENS:
             return example
 
 
-def _any_dialogue(rng: random.Random) -> tuple[list[int], list[int]]:
+def _any_dialogue(rng: random.Random) -> Example:
     thinks = rng.random() < 0.35
     system = random_text(rng, 60) if rng.random() < 0.25 else None
     if rng.random() < 0.12:

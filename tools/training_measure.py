@@ -11,10 +11,13 @@ import torch
 
 from tools.tiny_vocabulary import END
 from tools.training_dialogues import dialogue_example
+from tools.training_greetings import greeting_example
 from tools.training_network import Transformer
+from tools.training_pictures import picture_example
 from tools.training_tasks import (
     ALL_SUMS,
     MAKERS,
+    Example,
     Question,
     encode_example,
     held_out_questions,
@@ -36,22 +39,22 @@ class Tally:
 
 
 @torch.no_grad()
-def measure(model: Transformer, examples: list[tuple[list[int], list[int]]]) -> Tally:
+def measure(model: Transformer, examples: list[Example]) -> Tally:
     """Measure the greedy accuracy: an answer is exact if the argmax is right at each of its tokens."""
     tally = Tally()
-    examples = sorted(examples, key=lambda e: len(e[0]))
+    examples = sorted(examples, key=lambda e: len(e.tokens))
     start = 0
     while start < len(examples):
-        width = len(examples[min(start + 255, len(examples) - 1)][0])
+        width = len(examples[min(start + 255, len(examples) - 1)].tokens)
         count = max(1, min(256, 32768 // width))
         group = examples[start : start + count]
         start += count
-        width = max(len(tokens) for tokens, _ in group)
+        width = max(len(example.tokens) for example in group)
         ids = torch.full((len(group), width), END)
         asked = torch.zeros((len(group), width), dtype=torch.bool)
-        for row, (tokens, flags) in enumerate(group):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            asked[row, : len(flags)] = torch.tensor(flags, dtype=torch.bool)
+        for row, example in enumerate(group):
+            ids[row, : len(example.tokens)] = torch.tensor(example.tokens)
+            asked[row, : len(example.asked)] = torch.tensor(example.asked, dtype=torch.bool)
         rows, columns = asked[:, :-1].nonzero(as_tuple=True)
         logits = model.output(model.hidden(ids)[rows, columns])
         target = ids[rows, columns + 1]
@@ -72,11 +75,11 @@ def hardest_sums(model: Transformer, n: int) -> list[Question]:
     margins = torch.empty(len(ALL_SUMS))
     by_length: dict[int, list[int]] = {}
     examples = [encode_example([question], "", False, None) for question in ALL_SUMS]
-    for index, (tokens, _) in enumerate(examples):
-        by_length.setdefault(len(tokens), []).append(index)
+    for index, example in enumerate(examples):
+        by_length.setdefault(len(example.tokens), []).append(index)
     for indices in by_length.values():
-        ids = torch.tensor([examples[i][0] for i in indices])
-        asked = torch.tensor([examples[i][1] for i in indices], dtype=torch.bool)[:, :-1]
+        ids = torch.tensor([examples[i].tokens for i in indices])
+        asked = torch.tensor([examples[i].asked for i in indices], dtype=torch.bool)[:, :-1]
         logits = model.output(model.hidden(ids))[:, :-1]
         target = ids[:, 1:, None]
         right = logits.gather(-1, target)[..., 0]
@@ -112,4 +115,6 @@ def evaluate(model: Transformer, n: int, max_numbers: int, max_note: int) -> dic
         )
     calls = random.Random(8)
     report["dialogue"] = measure(model, [dialogue_example(calls) for _ in range(n)])
+    report["picture"] = measure(model, [picture_example(calls) for _ in range(n)])
+    report["greeting"] = measure(model, [greeting_example(calls) for _ in range(n)])
     return report

@@ -10,7 +10,7 @@ import math
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tools.tiny_vocabulary import ANSWER, BOS, END, START
 
@@ -173,45 +173,60 @@ def make_note(rng: random.Random, max_tokens: int) -> str:
     return "note:" + "".join(lines) + "\n"
 
 
-def encode_example(
-    questions: list[Question], note: str, chat: bool, system: str | None
-) -> tuple[list[int], list[int]]:
-    """Return the token ids of one example, and for each 1 if the *next* token is part of an answer, else 0."""
-    tokens, is_asked = [BOS], [0]
+@dataclass(slots=True)
+class Example:
+    """Training example.
 
-    def say(part: list[int], asked: bool) -> None:
+    Attributes
+    ----------
+    tokens : list of int
+    asked : list of int
+        For each token 1 if the model writes the *next* one, else 0.
+    """
+
+    tokens: list[int] = field(default_factory=lambda: [BOS])
+    asked: list[int] = field(default_factory=lambda: [0])
+
+    def say(self, *parts: int | str, asked: bool = False) -> None:
+        """Append control tokens and texts."""
+        ids = [i for part in parts for i in ([part] if isinstance(part, int) else part.encode())]
         if asked:
-            is_asked[-1] = 1
-        tokens.extend(part)
-        is_asked.extend([int(asked)] * (len(part) - 1) + [0])
+            self.asked[-1] = 1
+        self.tokens += ids
+        self.asked += [int(asked)] * (len(ids) - 1) + [0] * bool(ids)
 
-    def bytes_of(text: str) -> list[int]:
-        return list(text.encode())
+    def turn(self, *asked: str, answer: str, thought: str | None = None) -> None:
+        """Append what a user asks and what the model answers, as the chat template writes them."""
+        self.say(START, "user\n", *asked, END, "\n")
+        self.answer(answer, thought)
 
+    def answer(self, text: str, thought: str | None = None) -> None:
+        """Append an answer of the model; a model that thinks writes its thought first."""
+        thinks = thought is not None
+        self.say(START, "assistant\n" + ("<think>\n" if thinks else ""))
+        self.say((f"{thought}\n</think>\n\n" if thinks else "") + text, END, asked=True)
+        self.say("\n")
+
+    def system(self, text: str) -> None:
+        """Append a system message."""
+        self.say(START, "system\n" + text, END, "\n")
+
+
+def encode_example(questions: list[Question], note: str, chat: bool, system: str | None) -> Example:
+    """Return the example of questions: turns of a chat, or the first one alone."""
+    example = Example()
     if chat:
         if system is not None:
-            say([START, *bytes_of("system\n" + system), END, *bytes_of("\n")], asked=False)
+            example.system(system)
         for question in questions:
-            say(
-                [
-                    START,
-                    *bytes_of("user\n" + note + question.prompt),
-                    END,
-                    *bytes_of("\n"),
-                    START,
-                    *bytes_of("assistant\n"),
-                ],
-                asked=False,
-            )
-            say([*bytes_of(question.answer), END], asked=True)
-            say(bytes_of("\n"), asked=False)
+            example.turn(note + question.prompt, answer=question.answer)
             note = ""
     else:
-        say(bytes_of(note + questions[0].prompt), asked=False)
+        example.say(note + questions[0].prompt)
         # The "=" of a sum ends the question; for other tasks the model's answer begins with a marker.
         marker = [] if questions[0].task == "sum" else [ANSWER]
-        say([*marker, *bytes_of(questions[0].answer), END], asked=True)
-    return tokens, is_asked
+        example.say(*marker, questions[0].answer, END, asked=True)
+    return example
 
 
 def confusable_stops(tokens: list[int], asked: list[int]) -> list[int]:

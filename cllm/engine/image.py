@@ -27,7 +27,7 @@ class Image(MediaSource):
     source : str, Path, bytes or ndarray
         A path or the content of a PNG, JPEG, WebP, BMP or GIF file (first frame), of at most 64 MiB; or pixels:
         uint8, shape `(height, width, 3)`, red, green, blue.  At most 16,384 pixels on a side and 33,554,432
-        in all; the images of one prompt have at most 178,956,970 together.  Pixels are copied.
+        in all; the images and audio of one prompt have at most 512 MiB together.  Pixels are copied.
 
     Raises
     ------

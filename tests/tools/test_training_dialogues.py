@@ -95,8 +95,8 @@ def test_a_dialogue_is_what_the_template_makes_of_its_messages(
     options: dict[str, Any] = {"tools": [definition_of(tool) for tool in tools]}
     prompt = ChatPrompt.of(messages, add_generation_prompt=False, **options)
     never_cut = _NeverCut(seed)
-    tokens, _ = encode_dialogue(never_cut, tools, turns, thinks=True, system="Be brief.")
-    assert tokens == chat.tokenize(chat.render(prompt).pieces)
+    example = encode_dialogue(never_cut, tools, turns, thinks=True, system="Be brief.")
+    assert example.tokens == chat.tokenize(chat.render(prompt).pieces)
 
 
 class _NeverCut(random.Random):
@@ -109,7 +109,8 @@ class _NeverCut(random.Random):
 def test_what_is_learned_is_the_assistants_and_fits() -> None:
     rng = random.Random(1)
     for _ in range(200):
-        tokens, is_asked = dialogue_example(rng)
+        example = dialogue_example(rng)
+        tokens, is_asked = example.tokens, example.asked
         assert len(tokens) == len(is_asked) <= MAX_TOKENS
         learned = [tokens[i + 1] for i, asked in enumerate(is_asked[:-1]) if asked]
         begun = [tokens[i : i + len(ANSWER)] for i in range(len(tokens))].count(ANSWER)

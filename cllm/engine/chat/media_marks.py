@@ -1,7 +1,7 @@
 """Images and audio in the content of messages: marks in the text that a template renders.  Pure.
 
-A template gets text alone.  Each image or recording becomes a mark in it, which contains a random number that no caller
-can know.  After rendering, the text is cut at the marks, and the rows of the media are put there.
+A template gets text alone.  Each image or recording becomes a mark in it, which contains a random number that
+no caller can know.  After rendering, the text is cut at the marks, and the rows of the media are put there.
 """
 
 from __future__ import annotations

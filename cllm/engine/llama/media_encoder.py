@@ -159,7 +159,7 @@ class LlamaMediaEncoder:
 
     # --- Sizes: inference thread --------------------------------------------------------------
     def layout(self, shape: Shape) -> tuple[MediaPiece, ...] | None:
-        """See `MediaEncoderThread`.  None until a thread has measured audio.
+        """See `MediaEncoderThread`: None until a worker thread has measured audio.
 
         libmtmd computes the spectrum of silence to count the rows of audio: 0.1 s for each window of 30 s.
         """

@@ -7,6 +7,9 @@ const SIDE = 1536; // pixels of the longer side: the browser keeps chats, and ha
 const KEPT_BYTES = 256 * 1024; // a file up to this size stays as it is
 const KEPT_TYPES = ["image/png", "image/jpeg", "image/webp"];
 const AUDIO_BYTES = 3 * 1024 * 1024; // of a recording, which stays as it is
+const MESSAGE_BYTES = 16 * 1024 * 1024; // of all files of a message, as data: URLs
+const AUDIO_NAMES = /\.(wav|flac|mp3|ogg|oga|aif|aiff)$/i;
+const ACCEPTED = { image: "image/*", audio: ".wav,.flac,.mp3,.ogg,.oga,.aif,.aiff" };
 const N_MAX = 16; // of one message
 const element = (id) => document.getElementById(id);
 
@@ -18,7 +21,7 @@ let nMessages = 0; // for which pictures were picked: a file that is read later 
 export function takePictures(taken) {
   kinds = taken;
   const chooser = element("picture-files");
-  chooser.accept = kinds.map((kind) => `${kind}/*`).join(",");
+  chooser.accept = kinds.map((kind) => ACCEPTED[kind]).join(",");
   element("add-picture").hidden = false;
   const named = kinds.map((kind) => (kind === "image" ? "picture" : "recording")).join(" or ");
   element("add-picture").setAttribute("aria-label", `Add a ${named}`);
@@ -92,6 +95,11 @@ async function add(list) {
       continue;
     }
     if (message !== nMessages) return;
+    const nBytes = [...pictures, url].reduce((sum, one) => sum + one.length, 0);
+    if (nBytes > MESSAGE_BYTES) {
+      element("status").textContent = `The files of a message have at most ${MESSAGE_BYTES / 1024 / 1024} MB.`;
+      return;
+    }
     if (pictures.length >= N_MAX) {
       element("status").textContent = `A message has at most ${N_MAX} files.`;
       return;
@@ -108,9 +116,9 @@ const LIMITS = {
 
 /** A file as a data: URL, of a picture smaller if it is large; throws if the model takes no such file. */
 async function urlOf(file) {
-  const kind = file.type.startsWith("audio/") ? "audio" : "image";
+  const kind = AUDIO_NAMES.test(file.name) || file.type.startsWith("audio/") ? "audio" : "image";
   if (!kinds.includes(kind) || (kind === "audio" && file.size > AUDIO_BYTES)) throw new TypeError(file.type);
-  if (kind === "audio") return read(file);
+  if (kind === "audio") return (await read(file)).replace(/^data:(?!audio\/)[^;,]*/, "data:audio/ogg");
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
   if (scale === 1 && file.size <= KEPT_BYTES && KEPT_TYPES.includes(file.type)) {
@@ -153,7 +161,8 @@ export function contentOf(text, urls) {
   const parts = urls.map((url) => {
     if (!isAudio(url)) return { type: "image_url", image_url: { url } };
     const [head, data] = url.split(",", 2);
-    return { type: "input_audio", input_audio: { data, format: head.includes("mpeg") ? "mp3" : "wav" } };
+    const format = head.match(/^data:audio\/(?:x-)?([a-z0-9]+)/i)?.[1] ?? "wav";
+    return { type: "input_audio", input_audio: { data, format: format === "mpeg" ? "mp3" : format } };
   });
   return text.trim() ? [...parts, { type: "text", text }] : parts;
 }
