@@ -10,9 +10,11 @@ loop they raise `RuntimeError`.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import IOBase
 from typing import Any
 
 from cllm import Audio, Completion, Embedder, Engine, Image, TokenStream
@@ -319,9 +321,11 @@ def _said(message: ChatMessage) -> dict[str, Any]:
             case TextBlock(text=text):
                 parts.append({"type": "text", "text": text})
             case ImageBlock():
-                parts.append({"type": "image", "image": Image(block.resolve_image().read())})
+                source = block.path or _bytes_of(block, block.image)
+                parts.append({"type": "image", "image": Image(source)})
             case AudioBlock():
-                parts.append({"type": "audio", "audio": Audio(block.resolve_audio().read())})
+                source = block.path or _bytes_of(block, block.audio)
+                parts.append({"type": "audio", "audio": Audio(source)})
             case ThinkingBlock(content=thought):
                 thoughts.append(thought or "")
             case ToolCallBlock(tool_call_id=call_id, tool_name=name, tool_kwargs=arguments):
@@ -341,6 +345,15 @@ def _said(message: ChatMessage) -> dict[str, Any]:
     if role == "tool":
         said["tool_call_id"] = message.additional_kwargs.get("tool_call_id", "")
     return said
+
+
+def _bytes_of(block: ImageBlock | AudioBlock, content: object) -> bytes:
+    """Return the file in a block, which keeps bytes as base64 text; one with an address has no file."""
+    if isinstance(content, IOBase):
+        return bytes(content.read())
+    if not isinstance(content, bytes):
+        raise TypeError(f"{type(block).__name__} needs a path or bytes: cllm fetches no addresses")
+    return base64.b64decode(content)
 
 
 def _message_of(completion: Completion) -> ChatMessage:

@@ -97,7 +97,7 @@ class CllmModel(Model):
         model_settings: ModelSettings | None,
         model_request_parameters: ModelRequestParameters,
     ) -> ModelResponse:
-        """Return a whole answer.  Raises the errors of `Engine.chat`; `TypeError` for parts other than text."""
+        """Return a whole answer.  Raises the errors of `Engine.chat`; `TypeError` for other parts than text, images and audio."""
         chat, options, _ = self._call(messages, model_settings, model_request_parameters)
         completion = await self._engine.chat(chat, **options)
         return ModelResponse(
@@ -263,8 +263,9 @@ def _part_of(item: object) -> dict[str, Any]:
             return {"type": "audio", "audio": Audio(item.data)}
     text = getattr(item, "content", item)
     if not isinstance(text, str):
-        kind = type(item).__name__
-        raise TypeError(f"a user's message may have text, images and audio, but no {kind}")
+        kind = item.media_type if isinstance(item, BinaryContent) else type(item).__name__
+        has = "text, and images and audio as BinaryContent"
+        raise TypeError(f"a user's message may have {has}, but no {kind}")
     return {"type": "text", "text": text}
 
 

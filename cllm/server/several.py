@@ -148,16 +148,24 @@ def _name_in(body: bytes, content_type: str = "") -> str | None:
 
 
 def _name_in_form(body: bytes, boundary: bytes) -> str | None:
-    """Return the value of the field `model`, without the file in a part of any name; None without one."""
-    for part in body.split(b"--" + boundary, MAX_PARTS) if boundary else ():
-        head, _, value = part[:MAX_PART_BYTES].partition(b"\r\n\r\n")
+    """Return the value of the field `model`, which is in no file; None without one.
+
+    It looks at the first `MAX_PARTS` parts, and at `MAX_PART_BYTES` of each.
+    """
+    mark, at = b"--" + boundary, 0
+    for _ in range(MAX_PARTS if boundary and body.startswith(mark) else 0):
+        at += len(mark)
+        head, separator, value = body[at : at + MAX_PART_BYTES].partition(b"\r\n\r\n")
         for line in head.split(b"\r\n"):
             name, _, said = line.partition(b":")
-            if name.strip().lower() != b"content-disposition":
+            if not separator or name.strip().lower() != b"content-disposition":
                 continue
             _, options = parse_options_header(said)
             if options.get(b"name") == b"model" and b"filename" not in options:
-                return value.removesuffix(b"\r\n").decode("utf-8", "replace")
+                return value.partition(b"\r\n--" + boundary)[0].decode("utf-8", "replace")
+        mark = b"\r\n--" + boundary
+        if (at := body.find(mark, at)) < 0:
+            break
     return None
 
 

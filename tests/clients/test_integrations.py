@@ -192,7 +192,9 @@ def test_llama_index_and_pydantic_ai_give_images_and_audio() -> None:
         ]  # fmt: skip
         assert (await pydantic_ai.Agent(CllmModel(engine)).run(parts)).output == "Both"
         document = BinaryContent(b"%PDF", media_type="application/pdf")
-        with pytest.raises(TypeError, match="text, images and audio, but no BinaryContent"):
+        with pytest.raises(
+            TypeError, match="images and audio as BinaryContent, but no application/pdf"
+        ):
             await pydantic_ai.Agent(CllmModel(engine)).run(["a", document])
 
     with_engine(check)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import soundfile
@@ -22,6 +23,8 @@ from cllm import (
     PromptTooLongError,
     SavedGeneration,
 )
+from cllm.engine.core.commands import Ask, Withdraw
+from cllm.engine.thread.mailbox import Inbox
 from tests.conftest import QUIET, on_either_loop
 from tools import make_model, make_projector
 from tools.make_projector import AUDIO
@@ -249,8 +252,38 @@ async def test_media_that_the_projector_does_not_take_is_left_out_by_name() -> N
 @pytest.mark.anyio
 async def test_audio_longer_than_the_context_is_rejected() -> None:
     async with engine_of(n_ctx=256) as engine:
+        # Six windows: 250 rows are certain, so that they are counted.
         with pytest.raises(PromptTooLongError, match="301 tokens"):
             await engine.generate(["", Audio(samples(1, 170 * RATE))], **GREEDY)
+        # 300 rows are certain: it is not measured.
+        with pytest.raises(PromptTooLongError, match="300 tokens"):
+            await engine.generate(["", Audio(samples(1, 180 * RATE))], **GREEDY)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("process", [False, True])
+async def test_a_request_that_leaves_while_its_audio_is_measured_disturbs_nothing(
+    process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[object]()
+    put = Inbox.put
+
+    def note(inbox: Inbox, command: Any) -> None:
+        asked.append(command)
+        put(inbox, command)
+
+    async with engine_of(process=process) as engine:
+        monkeypatch.setattr(Inbox, "put", note)
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(answers, engine, [question(1, 40 * RATE)])
+                while not any(isinstance(one, Ask) for one in asked):
+                    await anyio.sleep(0)
+                scope.cancel()
+        assert isinstance(asked[-1], Withdraw)
+        (found,) = await answers(engine, [question(1, 40 * RATE)])
+        assert found.usage.n_audio_tokens == 2 * N_ROWS
+        assert await engine.audit() == []
 
 
 # --- Chats, suspended requests ---------------------------------------------------------------

@@ -39,6 +39,7 @@ CLAIM = (
     "requests have their answers."
 )
 N_AT_ONCE = 4
+MAX_S = 120  # for a file and the other request
 N_HEAD = 64  # bytes with the sizes; half of the flips go there
 HUGE = 50_000  # pixels on a side
 N_SILENT = (1 << 25) + 1  # samples of silence, which a file of some kilobytes may have
@@ -247,9 +248,11 @@ async def examine(subject: Subject, n_files: int) -> Findings:
 
         async def work() -> None:
             for file in queue:
-                await _try(engine, subject, file, found)
-                is_right = await _answer(engine) == expected
-                found.n_answers += is_right
+                with anyio.move_on_after(MAX_S) as scope:
+                    await _try(engine, subject, file, found)
+                    found.n_answers += await _answer(engine) == expected
+                if scope.cancelled_caught:
+                    found.wrong.append(f"{file.damage}, {file.format}: no answer within {MAX_S} s")
 
         async with anyio.create_task_group() as tasks:
             for _ in range(N_AT_ONCE):

@@ -15,9 +15,9 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm import Audio, Engine
+from cllm import Audio, Engine, InvalidRequestError, SamplingParams
 from cllm.server import ServerConfig, create_app
-from cllm.server.routes.transcriptions import _messages
+from cllm.server.routes.transcriptions import _FileCall, _messages
 from cllm.server.several import _name_in
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET, examples
@@ -235,6 +235,12 @@ def test_the_model_of_a_form_selects_one_of_several() -> None:
     assert named({"file": ("model", trap)}, model="small") == "small"
     assert named({"model": ("model", b"other")}, prompt=trap[:99].decode()) is None
     assert _name_in(b"--x\r\n" * 200_000, "multipart/form-data; boundary=x") is None
+    form = "multipart/form-data; boundary=x"
+    part = b'Content-Disposition: form-data; name="model"\r\n\r\nother\r\n'
+    inside = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nsay --x\r\n' + part
+    assert _name_in(inside + b"--x--\r\n", form) is None
+    assert _name_in(b"--x\r\n" + b"A: " + b"b" * 2_000 + b"\r\n" + part, form) is None
+    assert _name_in(b"--x\r\n" + part + b"--x--\r\n", form) == "other"
     assert _name_in(trap, "multipart/form-data") is None
 
 
@@ -254,6 +260,24 @@ async def test_a_form_of_another_kind_or_charset_is_rejected(content_type: str) 
         headers = {"content-type": content_type}
         response = await http.post(TRANSCRIBE, content=body, headers=headers)
         assert response.status_code == 400, response.text
+        said = "charset utf-8" if "charset" in content_type else "form"
+        assert said in response.json()["error"]["message"]
+
+
+def test_the_prompt_and_the_file_are_told_apart_in_errors() -> None:
+    call = _FileCall([], {}, SamplingParams())
+    told = {
+        field: call.problem_of(InvalidRequestError(field, 1, "2")).param
+        for field in ("messages", "messages[0].content[1]", "messages[0].content[1].audio", "lora")
+    }
+    assert [*told.values()] == ["prompt", "file", "file", "lora"]
+
+
+async def test_fields_of_openai_s_clients_change_nothing() -> None:
+    async with serving() as (_, http):
+        for name in ("chunking_strategy[type]", "include[]", "timestamp_granularities[]"):
+            data: Any = {name: "x"}
+            assert (await transcribed(http, **data)).status_code == 200
 
 
 async def test_a_file_above_a_megabyte_and_with_wild_samples_is_heard() -> None:

@@ -53,7 +53,7 @@ TRIAL_SHAPES: tuple[Shape, ...] = (
     *((LARGE, LARGE * n // 32) for n in range(4, 33)),
     *((LARGE * n // 32, LARGE) for n in range(4, 32)),
 )
-WINDOW_S = 30  # libmtmd cuts audio into windows of at most so many seconds
+WINDOW_S = 30  # audio is measured at load for one and for two windows of so many seconds
 N_MEASURED = 256  # layouts of audio that are remembered
 
 
@@ -103,7 +103,9 @@ class LlamaMediaEncoder:
         self._on_gpu = model.is_on_gpu and config.mmproj_offload
         target_ms = config.target_itl_ms
         self._budget = GapBudget(None if target_ms is None else target_ms / 1000.0, FIRST_AIM)
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._has_more = threading.Condition(lock)  # there is audio to measure, or an end
         self._jobs: deque[tuple[MediaInput, tuple[int, ...]]] = deque()
         self._present: bytes | None = None  # the digest of the media under way
         self._cancelled: set[bytes] = set()
@@ -121,7 +123,7 @@ class LlamaMediaEncoder:
         self._to_measure: deque[Shape] = deque()
         self._measured: dict[Shape, tuple[MediaPiece, ...] | CllmError] = {}
         self._measurer: threading.Thread | None = None
-        self._n_window_rows = 0  # of a window of audio
+        self._rows_per_window = 0  # by which audio grows with each `WINDOW_S`; 0: unknown
         self.modalities: tuple[str, ...] = ()
         self.audio_sample_rate: int = 0
         self.n_rows_max: int = MAX_ROWS
@@ -155,6 +157,7 @@ class LlamaMediaEncoder:
             self._is_stopping = True
             self._to_measure.clear()
             self._changed.notify_all()
+            self._has_more.notify_all()
         self._thread.join()
 
     # --- Sizes: inference thread --------------------------------------------------------------
@@ -165,27 +168,38 @@ class LlamaMediaEncoder:
         """
         if kind_of(shape) == "image":
             return self._layout(shape)
-        if self.audio_sample_rate and self._n_window_rows:
-            n_windows = shape[0] // (WINDOW_S * self.audio_sample_rate)
-            if (n_rows := n_windows * self._n_window_rows) > self.n_rows_max:
-                raise PromptTooLongError(n_rows, self.n_rows_max)
+        self._check_length(shape[0])
         with self._changed:
+            # An error is told once: the reason may be gone the next time.
             found = self._measured.get(shape)
-            if found is None and shape not in self._to_measure:
-                if self._ended is not None or self._is_stopping:
-                    raise ClosedError("the encoder has ended") from self._ended
-                self._to_measure.append(shape)
-                self._changed.notify_all()
-                if self._measurer is None:
-                    self._measurer = threading.Thread(
-                        target=self._measure, name="cllm-layout", daemon=True
-                    )
-                    self._measurer.start()
-        if isinstance(found, CllmError):
-            with self._changed:
+            if isinstance(found, CllmError):
                 del self._measured[shape]
-            raise found
-        return found
+            elif found is None and (self._ended is not None or self._is_stopping):
+                raise ClosedError("the encoder has ended") from self._ended
+            elif found is None and shape not in self._to_measure:
+                self._start_measurer()
+                self._to_measure.append(shape)
+                self._has_more.notify()
+        try:
+            if isinstance(found, CllmError):
+                raise found
+            return found
+        finally:
+            del found  # the traceback of an error holds this frame
+
+    def _check_length(self, n_samples: int) -> None:
+        """Raise `PromptTooLongError` for audio that has more rows than a sequence, without measuring it."""
+        if not self._rows_per_window:
+            return
+        n_rows = n_samples // (WINDOW_S * self.audio_sample_rate) * self._rows_per_window
+        if n_rows > self.n_rows_max:
+            raise PromptTooLongError(n_rows, self.n_rows_max)
+
+    def _start_measurer(self) -> None:
+        if self._measurer is None:
+            measurer = threading.Thread(target=self._measure, name="cllm-layout", daemon=True)
+            measurer.start()
+            self._measurer = measurer  # not before: the system may allow no more threads
 
     def forget(self, shape: Shape) -> None:
         """See `MediaEncoderThread`."""
@@ -198,7 +212,7 @@ class LlamaMediaEncoder:
         while True:
             with self._changed:
                 while not (self._to_measure or self._is_stopping or self._ended):
-                    self._changed.wait()
+                    self._has_more.wait()
                 if self._is_stopping or self._ended:
                     return
                 shape = self._to_measure[0]
@@ -214,6 +228,7 @@ class LlamaMediaEncoder:
                 self._measured[shape] = found
                 while len(self._measured) > N_MEASURED:
                     del self._measured[next(iter(self._measured))]
+            del found  # the inference thread raises it, and its frames would live on here
             self._post(MediaMeasured())
 
     def _layout(self, shape: Shape) -> tuple[MediaPiece, ...]:
@@ -239,10 +254,16 @@ class LlamaMediaEncoder:
 
     def _find_n_whole_max(self) -> int:
         found = 0
-        if "audio" in self.modalities:
-            window = [p for p in self._layout((WINDOW_S * self.audio_sample_rate,)) if p.n_rows]
-            self._n_window_rows = window[0].n_rows if window else 0
-            found = max((p.n_rows for p in window if not p.is_causal), default=0)
+        n_rows = list[int]()
+        for n_windows in (1, 2) if "audio" in self.modalities else ():
+            try:
+                pieces = self._layout((n_windows * WINDOW_S * self.audio_sample_rate,))
+            except InvalidRequestError:
+                break
+            n_rows.append(sum(piece.n_rows for piece in pieces))
+            found = max([found, *(piece.n_rows for piece in pieces if not piece.is_causal)])
+        if len(n_rows) == 2:
+            self._rows_per_window = max(0, n_rows[1] - n_rows[0])
         for shape in TRIAL_SHAPES if "image" in self.modalities else ():
             try:
                 pieces = self._layout(shape)
@@ -350,10 +371,12 @@ class LlamaMediaEncoder:
         """Answer all waiting and later media with an error."""
         with self._changed:
             self._ended = error
-            self._changed.notify_all()
+            self._to_measure.clear()
+            self._has_more.notify_all()
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             self._fail(*job, error)
+        self._post(MediaMeasured())  # questions about audio are answered with an error
 
     def _open(self) -> Projector:
         config = self._config

@@ -163,7 +163,7 @@ class Dispatcher:
         self._inbox.put(Ask(call_id, question))
         try:
             return await reply.wait()
-        except BaseException:
+        except anyio.get_cancelled_exc_class():
             if isinstance(question, LayoutMedia):  # others have effects
                 self._inbox.put(Withdraw(call_id))
             raise

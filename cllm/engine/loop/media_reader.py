@@ -98,6 +98,8 @@ class MediaReader:
         ------
         InvalidRequestError
             The file cannot be read or decoded, or the engine takes no such media; the error names its field.
+        PromptTooLongError
+            Audio alone has more rows than a sequence can have.
         """
         try:
             return await self._read(named.media)

@@ -114,6 +114,10 @@ class MediaEncoderThread(MediaEncoder, Protocol):
         ------
         InvalidRequestError
             It has none.
+        PromptTooLongError
+            Audio has more rows than a sequence can have: the error has a lower bound of them.
+        ClosedError
+            The encoder has ended.
         """
 
     def forget(self, shape: Shape) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,8 +38,9 @@ ASKED = "Transcribe audio to text"  # as llama-server asks
 # LFM2 was trained to transcribe with this system message, and no text of a user.
 LFM2, LFM2_SYSTEM = "lfm2", "Perform ASR."
 FORMATS = ("json", "text")  # others have timestamps, which these models do not give
-# Fields of OpenAI's clients that change nothing here.
-HARMLESS = frozenset(("include[]", "chunking_strategy", "timestamp_granularities[]"))
+PART = re.compile(r"messages\[\d\]\.content\[\d\].*")
+# Fields of OpenAI's clients that change nothing here, without what stands in brackets.
+HARMLESS = frozenset(("include", "chunking_strategy", "timestamp_granularities"))
 MAX_FIELDS, MAX_FIELD_BYTES = 32, 1 << 16
 FIELDS = {
     "file": {"type": "string", "format": "binary", "description": "WAV, FLAC, MP3, Ogg or AIFF"},
@@ -109,11 +111,13 @@ class PlainTranscriptionForm(TranscriptionForm):
 
 
 class _FileCall(ChatCall):
-    """A chat about a file: its messages are the server's own, and only the file in them can be wrong."""
+    """A chat about a file: its messages are the server's own, and have the file and the prompt."""
 
     def _as_said(self, error: InvalidRequestError) -> InvalidRequestError:
-        field = "file" if error.field.startswith("messages") else error.field
-        return InvalidRequestError(field, error.value, error.limit)
+        field = error.field
+        if field.startswith("messages"):
+            field = "file" if PART.fullmatch(field) else "prompt"
+        return type(error)(field, error.value, error.limit)
 
 
 @router.post("/audio/transcriptions", include_in_schema=False)
@@ -150,7 +154,7 @@ async def _read(request: Request) -> tuple[Audio, dict[str, str]]:
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != FORM_TYPE:
         raise invalid("file", "is missing: send a form (multipart/form-data) with a file")
-    if options.get(b"charset", b"utf-8").lower() != b"utf-8":
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
         raise Problem(400, "content-type: a form has the charset utf-8")
     try:
         async with request.form(
@@ -160,8 +164,9 @@ async def _read(request: Request) -> tuple[Audio, dict[str, str]]:
             if not isinstance(file, UploadFile):
                 raise invalid("file", "is missing, or is no file")
             fields = {name: value for name, value in form.items() if isinstance(value, str)}
-            for name in sorted(fields.keys() - FIELDS.keys() - HARMLESS):
-                raise invalid(name[:80], f"is unknown; known are {', '.join(FIELDS)}")
+            for name in fields:
+                if name not in FIELDS and name.partition("[")[0] not in HARMLESS:
+                    raise invalid(name[:80], f"is unknown; known are {', '.join(FIELDS)}")
             return Audio(await file.read()), fields
     except InvalidArgumentError as error:
         raise invalid("file", f"is {error.value}, must be {error.limit}") from None
@@ -169,8 +174,6 @@ async def _read(request: Request) -> tuple[Audio, dict[str, str]]:
         raise Problem(400, "the client left before its body was complete") from None
     except HTTPException as error:
         raise Problem(400, f"the body is no form: {error.detail}") from None
-    except ValueError as error:  # bytes that are no text
-        raise Problem(400, f"the body is no form: {error}") from None
 
 
 def _messages(architecture: str, audio: Audio, fields: dict[str, str]) -> list[dict[str, Any]]:

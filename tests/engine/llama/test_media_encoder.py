@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -91,6 +92,14 @@ class ScriptedProjector:
                 raise EncodeCancelledError("scripted")
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for another thread; a hang fails."""
+    until = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0)
+
+
 class Scene:
     """An encoder over a scripted projector, and what it posts."""
 
@@ -105,15 +114,21 @@ class Scene:
             is_on_gpu = False
 
         self.encoder = Encoder(cast(Model, CpuModel()), "mmproj.gguf", EngineConfig(**options))
-        self.posted: SimpleQueue[MediaEncoded] = SimpleQueue()
+        self.posted: SimpleQueue[MediaEncoded | MediaMeasured] = SimpleQueue()
         self.images: list[bytes] = []
-        self.encoder.start(cast(Any, self.posted.put), self.images.append)
+        self.encoder.start(self.posted.put, self.images.append)
 
     def encode(self, name: bytes, *ordinals: int) -> None:
         self.encoder.encode(MediaInput(name, b"\0" * 12, (2, 2), len(ordinals)), ordinals)
 
-    def heard(self) -> MediaEncoded:
+    def heard(self) -> MediaEncoded | MediaMeasured:
         return self.posted.get(timeout=WAIT_S)
+
+    def encoded(self) -> MediaEncoded:
+        """The next chunk or error."""
+        while not isinstance(heard := self.heard(), MediaEncoded):
+            pass
+        return heard
 
 
 @pytest.fixture
@@ -143,15 +158,14 @@ def test_a_decode_waits_for_the_end_of_a_slice_and_no_slice_begins_while_it_runs
     projector.began.get(timeout=WAIT_S)
     thread = threading.Thread(target=decode)
     thread.start()
-    while not scene.encoder._is_decoding:  # it waits for the slice
-        pass
+    wait_until(lambda: scene.encoder._is_decoding)  # it waits for the slice
     projector.ends.put(False)
     assert decodes.wait(WAIT_S)
     may_end.set()
     thread.join(WAIT_S)
     projector.began.get(timeout=WAIT_S)
     projector.ends.put(True)
-    assert scene.heard().error is None
+    assert scene.encoded().error is None
     assert said == ["slice 1", "end of a slice", "decode", "end of a decode", "slice 2"]
 
 
@@ -169,7 +183,7 @@ def test_a_cancelled_image_ends_within_a_slice_and_the_next_one_is_encoded(scene
     scene.projector.ends.put(False)
     scene.projector.began.get(timeout=WAIT_S)
     scene.projector.ends.put(True)
-    assert scene.heard().digest == b"b"
+    assert scene.encoded().digest == b"b"
 
 
 def test_an_image_that_is_cancelled_and_wanted_again_is_encoded(scene: Scene) -> None:
@@ -179,7 +193,7 @@ def test_an_image_that_is_cancelled_and_wanted_again_is_encoded(scene: Scene) ->
     scene.encode(b"a", 0)
     for _ in range(2):  # the first encode may go on, or have been cancelled
         scene.projector.ends.put(True)
-    assert scene.heard().digest == b"a"
+    assert scene.encoded().digest == b"a"
 
 
 def test_a_failure_is_reported_for_every_chunk_that_is_left_and_is_not_remembered(
@@ -189,7 +203,7 @@ def test_a_failure_is_reported_for_every_chunk_that_is_left_and_is_not_remembere
     scene.encode(b"a", 0, 1, 2)
     scene.projector.ends.put(True)
     scene.projector.ends.put(LlamaCallError("mtmd_batch_encode", 1, "scripted"))
-    heard = [scene.heard() for _ in range(3)]
+    heard = [scene.encoded() for _ in range(3)]
     assert [(one.ordinal, one.error is None) for one in heard] == [
         (0, True),
         (1, False),
@@ -197,21 +211,21 @@ def test_a_failure_is_reported_for_every_chunk_that_is_left_and_is_not_remembere
     ]
     scene.encode(b"a", 1)
     scene.projector.ends.put(True)
-    assert scene.heard().error is None
+    assert scene.encoded().error is None
 
 
 def test_an_encode_that_ends_without_being_cancelled_is_a_failure(scene: Scene) -> None:
     """A request would wait for the image without end."""
     scene.encode(b"a", 0)
     scene.projector.ends.put(EncodeCancelledError("a signal"))
-    assert isinstance(scene.heard().error, EncodeCancelledError)
+    assert isinstance(scene.encoded().error, EncodeCancelledError)
 
 
 def test_the_image_under_way_is_noted_and_then_none(scene: Scene) -> None:
     for name in (b"a", b"b"):
         scene.encode(name, 0)
         scene.projector.ends.put(True)
-        assert scene.heard().digest == name
+        assert scene.encoded().digest == name
     scene.encoder.close()
     assert scene.images == [b"a", b"", b"b", b""]
 
@@ -223,15 +237,15 @@ def test_images_are_answered_with_an_error_after_the_thread_has_ended(scene: Sce
         if (error := next(notes)) is not None:
             raise error
 
-    scene.encoder.start(cast(Any, scene.posted.put), fail_at_the_second)
+    scene.encoder.start(scene.posted.put, fail_at_the_second)
     scene.encode(b"a", 0)
     scene.projector.began.get(timeout=WAIT_S)
     scene.encode(b"b", 0)
     scene.projector.ends.put(True)
-    heard = [scene.heard() for _ in range(2)]
+    heard = [scene.encoded() for _ in range(2)]
     assert [(one.digest, one.error is None) for one in heard] == [(b"a", True), (b"b", False)]
     scene.encode(b"c", 0)
-    assert isinstance(scene.heard().error, RuntimeError)
+    assert isinstance(scene.encoded().error, RuntimeError)
     with pytest.raises(ClosedError, match="has ended"):
         scene.encoder.layout((8, 8))
     scene.encoder.pause("tokens")  # and no decode waits
@@ -293,7 +307,7 @@ def test_audio_that_no_question_waits_for_is_not_measured(scene: Scene) -> None:
 
 
 def test_audio_with_more_rows_than_a_sequence_is_not_measured(scene: Scene) -> None:
-    scene.encoder.audio_sample_rate, scene.encoder._n_window_rows = 16_000, 50
+    scene.encoder.audio_sample_rate, scene.encoder._rows_per_window = 16_000, 50
     scene.encoder.n_rows_max = 100
     with pytest.raises(PromptTooLongError, match="150 tokens > 100"):
         scene.encoder.layout((3 * 30 * 16_000,))
@@ -306,6 +320,7 @@ def test_an_encoder_is_closed_while_it_measures(scene: Scene) -> None:
     assert scene.encoder.layout((10,)) is None
     closing = threading.Thread(target=scene.encoder.close)
     closing.start()
+    wait_until(lambda: scene.encoder._is_stopping)
     scene.projector.layouts.put(7)
     closing.join(WAIT_S)
     assert not closing.is_alive()
@@ -318,14 +333,32 @@ def test_no_audio_is_measured_after_the_thread_has_ended(scene: Scene) -> None:
 
     assert scene.encoder.layout((9,)) is None
     assert scene.projector.measures.get(timeout=WAIT_S) == 9
-    scene.encoder.start(cast(Any, scene.posted.put), fail)
+    assert scene.encoder.layout((10,)) is None
+    scene.encoder.start(scene.posted.put, fail)
     scene.encode(b"a", 0)
-    while not isinstance(heard := scene.heard(), MediaEncoded) or heard.error is None:
-        pass
+    assert scene.encoded().error is not None
     scene.projector.layouts.put(7)
     scene.encoder._thread.join(WAIT_S)
-    with pytest.raises(ClosedError, match="has ended"):
-        scene.encoder.layout((10,))
+    for n_samples in (10, 11):  # one that waited, and a new one
+        with pytest.raises(ClosedError, match="has ended"):
+            scene.encoder.layout((n_samples,))
+
+
+def test_a_system_without_threads_fails_one_question_alone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, left = threading.Thread.start, [RuntimeError("can't start new thread")]
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if left and thread.name == "cllm-layout":
+            raise left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    with pytest.raises(RuntimeError, match="new thread"):
+        scene.encoder.layout((9,))
+    scene.projector.layouts.put(7)
+    assert layout_of(scene, 9) == [0, 7]
 
 
 @pytest.mark.parametrize(
@@ -396,4 +429,4 @@ def test_an_encode_resumes_where_no_decode_follows(scene: Scene) -> None:
     thread.join(WAIT_S)
     scene.projector.began.get(timeout=WAIT_S)  # by itself
     scene.projector.ends.put(True)
-    assert scene.heard().error is None
+    assert scene.encoded().error is None
