@@ -123,7 +123,7 @@ def test_json_has_a_line_for_each_prompt_with_all_there_is_to_know() -> None:
     assert (second["index"], second["text"], second["finish_reason"]) == (1, "2", "stop")
     assert set(second["usage"]) == {
         "n_prompt", "n_cached", "n_output", "n_reasoning", "n_drafted", "n_accepted",
-        "n_image_tokens",
+        "n_image_tokens", "n_audio_tokens",
     }  # fmt: skip
     assert (second["usage"]["n_prompt"], second["usage"]["n_output"]) == (5, 2)
     assert second["timings"]["ttft_s"] > 0
