@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 
-from tools.train_model import learning_rate_at, optimizers_of
+from tools.train_model import learn, learning_rate_at, optimizers_of
 from tools.training_network import N_EMBD as N_TEXT
 from tools.training_pictures import COLOURS, DIGITS, SHAPES, SIDE, Picture, make_picture
 
@@ -188,13 +188,7 @@ def train(
         shown = pictures.batch(N_PICTURES)
         n_layers = N_LAYER - (heads is not None)
         loss = loss_of(encoder(as_input(shown), n_layers), shown)
-        for optimizer, rate in rates:
-            optimizer.param_groups[0]["lr"] = rate * learning_rate_at(step, n_steps)
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
-        for optimizer, _ in rates:
-            optimizer.step()
+        learn(encoder, rates, learning_rate_at(step, n_steps), loss)
         losses.append(loss.item())
         if (step + 1) % 50 == 0:
             took = time.monotonic() - started

@@ -195,6 +195,22 @@ def optimizers_of(
     return [(Muon(matrices, lr=0.02), 0.02 * factor), (adam, others_lr * factor)]
 
 
+def learn(
+    network: nn.Module,
+    rates: list[tuple[torch.optim.Optimizer, float]],
+    factor: float,
+    loss: Tensor,
+) -> None:
+    """Make one step of all optimizers, with `factor` on their peak rates; clip the gradients of `network`."""
+    for optimizer, rate in rates:
+        optimizer.param_groups[0]["lr"] = rate * factor
+        optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    for optimizer, _ in rates:
+        optimizer.step()
+
+
 def learning_rate_at(step: int, n_steps: int) -> float:
     """Factor on the peak rate: a short warm-up, a plateau, then linearly to zero."""
     return min(1.0, (step + 1) / 50, (n_steps - step) / (0.5 * n_steps))
@@ -260,8 +276,6 @@ def train(
             if phase.mine_sums and step % 25 == 0:
                 examples.hard_sums = hardest_sums(model, 1000)
             inputs, targets, weights = examples.batch(phase)
-            for optimizer, rate in rates:
-                optimizer.param_groups[0]["lr"] = rate * learning_rate_at(step, n_steps)
             rows, columns = weights.nonzero(as_tuple=True)
             logits = model.output(model.hidden(inputs)[rows, columns])
             weight = weights[rows, columns]
@@ -269,11 +283,7 @@ def train(
                 F.cross_entropy(logits, targets[rows, columns], reduction="none") * weight
             ).sum()
             loss = loss / weight.sum()
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer, _ in rates:
-                optimizer.step()
+            learn(model, rates, learning_rate_at(step, n_steps), loss)
             losses.append(loss.item())
             step += 1
             if step % 50 == 0:

@@ -84,7 +84,7 @@ class Thing:
 
     @property
     def where(self) -> str:
-        """Its place in words: "top left"."""
+        """Place of the thing in words: "top left"."""
         row, column = self.place
         return f"{ROWS[row]} {COLUMNS[column]}".strip() or "centre"
 
@@ -97,7 +97,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture shows: its things in the order of their places, and the colour of its background."""
+    """Things of a picture, in the order of their places, and the colour of its background."""
 
     things: tuple[Thing, ...]
     background: str

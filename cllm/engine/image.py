@@ -55,7 +55,7 @@ class Image(MediaSource):
             check_size(*array.shape[:2])
         except InvalidRequestError as error:
             raise InvalidArgumentError(error.field, error.value, error.limit) from None
-        return array
+        return array.copy()
 
     @property
     def _size(self) -> str:

@@ -65,7 +65,7 @@ class MediaSource:
     def __init__(self, source: object) -> None:
         self.source: Path | bytes | NDArray[Any] | Base64Text
         if isinstance(source, np.ndarray):
-            self.source = self._checked(source).copy()
+            self.source = self._checked(source)
         elif isinstance(source, bytes | bytearray | memoryview):
             check_n_bytes(self.kind, len(source), InvalidArgumentError)
             self.source = bytes(source)
@@ -80,7 +80,7 @@ class MediaSource:
 
     @staticmethod
     def _checked(array: NDArray[Any]) -> NDArray[Any]:
-        """Return the array as it is kept; raise `InvalidArgumentError` for one of another type or shape."""
+        """Return a copy of the array, as it is kept; raise `InvalidArgumentError` for another type or shape."""
         raise NotImplementedError
 
     @property

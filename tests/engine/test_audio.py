@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from cllm import (
 from cllm.engine.core.commands import Ask, Withdraw
 from cllm.engine.thread.mailbox import Inbox
 from tests.conftest import QUIET, on_either_loop
+from tests.engine.test_images import answers_at_once
 from tools import make_model, make_projector
 from tools.make_projector import AUDIO
 
@@ -98,13 +100,8 @@ async def test_audio_is_as_many_chunks_as_windows_of_30_s(name: str) -> None:
 @on_either_loop("name", AUDIO)
 async def test_recordings_of_requests_at_once_give_the_answers_of_each_alone(name: str) -> None:
     prompts = [[*question(i % 3), " and ", *question(4)] for i in range(6)]
-    options: dict[str, Any] = {"deterministic": True, "n_seq_max": 4, "n_ctx": 4096}
-    async with engine_of(name, prefix_cache=False, **options) as engine:
-        alone = await answers(engine, prompts)
-    async with engine_of(name, **options) as engine:
-        together: list[Completion] = await engine.generate_all(prompts, **GREEDY)
-        assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-        assert [c.usage.n_audio_tokens for c in together] == [2 * N_ROWS] * 6
+    together = await answers_at_once(partial(engine_of, name), prompts)
+    assert [c.usage.n_audio_tokens for c in together] == [2 * N_ROWS] * 6
 
 
 @pytest.mark.anyio

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import signal
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from PIL import Image as Pillow
 
 import cllm
 from cllm import (
+    Audio,
     ClosedError,
     Completion,
     Embedder,
@@ -97,19 +99,27 @@ async def test_an_image_that_is_decoded_in_pieces_gives_the_same_answer(name: st
     assert found[0].token_ids == expected[0].token_ids
 
 
+async def answers_at_once(
+    start: Callable[..., Engine], prompts: Sequence[Sequence[str | Image | Audio]]
+) -> list[Completion]:
+    """The answers of requests at once, which are those of each alone."""
+    options: dict[str, Any] = {"deterministic": True, "n_seq_max": 4, "n_ctx": 4096}
+    async with start(prefix_cache=False, **options) as engine:
+        alone = [await engine.generate(prompt, **GREEDY) for prompt in prompts]
+    async with start(**options) as engine:
+        together: list[Completion] = await engine.generate_all(prompts, **GREEDY)
+        assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+        assert await engine.audit() == []
+    return together
+
+
 @pytest.mark.anyio
 @on_either_loop("name", PROJECTORS)
 async def test_images_of_requests_at_once_give_the_answers_of_each_alone(name: str) -> None:
     prompts: list[Sequence[str | Image]] = [
         [f"{i}: ", image(i % 3), " and ", image(4), f" {i}?"] for i in range(6)
     ]
-    options: dict[str, Any] = {"deterministic": True, "n_seq_max": 4, "n_ctx": 4096}
-    async with engine_of(name, prefix_cache=False, **options) as engine:
-        alone = await answers(engine, prompts)
-    async with engine_of(name, **options) as engine:
-        together: list[Completion] = await engine.generate_all(prompts, **GREEDY)
-        assert [c.token_ids for c in together] == [c.token_ids for c in alone]
-        assert await engine.audit() == []
+    await answers_at_once(partial(engine_of, name), prompts)
 
 
 @pytest.mark.anyio

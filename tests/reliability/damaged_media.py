@@ -70,7 +70,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is damaged.
+    """Kind of files that the program damages.
 
     Attributes
     ----------

@@ -22,7 +22,7 @@ from cllm.server.several import _name_in
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET, examples
 from tests.server.conftest import client_of
-from tests.server.test_images import GREEDY, PATHS, asking, serving, with_result
+from tests.server.test_images import GREEDY, PATHS, asking, prompts_with, serving, with_result
 from tools import make_model, make_projector
 
 pytestmark = pytest.mark.anyio
@@ -52,18 +52,11 @@ PARTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("body_of", [asking, with_result])
 async def test_audio_in_the_form_of_any_api_is_heard(path: str, body_of: Any) -> None:
-    prompts: list[str] = []
-    async with serving(prompts) as (engine, http):
-        known = {**PARTS}
-        if (path, body_of) == ("/v1/messages", asking):
-            del known["resource of MCP"]  # Anthropic's messages of users have none
-        for name, part in known.items():
-            response = await http.post(path, json=body_of(path, [part]))
-            assert response.status_code == 200, (name, response.text)
-        # One key for all: the rows of the first are shared with the others.
-        assert engine.media.n_encoded == 1
+    known = {**PARTS}
+    if (path, body_of) == ("/v1/messages", asking):
+        del known["resource of MCP"]  # Anthropic's messages of users have none
+    prompts = await prompts_with(known, path, body_of)
     assert all("<audio>" in prompt and WAV[:40] not in prompt for prompt in prompts)
-    assert len(prompts) == len(known)
 
 
 async def test_audio_is_counted_apart_and_told_in_the_usage() -> None:

@@ -111,18 +111,24 @@ def with_result(path: str, content: Any) -> dict[str, Any]:
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("body_of", [asking, with_result])
-async def test_an_image_in_the_form_of_any_api_is_seen(path: str, body_of: Any) -> None:
+async def prompts_with(parts: dict[str, Any], path: str, body_of: Any) -> list[str]:
+    """The prompts of bodies with one part each, which are forms of the same file."""
     prompts: list[str] = []
     async with serving(prompts) as (engine, http):
-        for name, part in PARTS.items():
+        for name, part in parts.items():
             response = await http.post(path, json=body_of(path, [part]))
             assert response.status_code == 200, (name, response.text)
         # One key for all: the rows of the first are shared with the others.
         assert engine.media.n_encoded == 1
+    assert len(prompts) == len(parts)
+    return prompts
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("body_of", [asking, with_result])
+async def test_an_image_in_the_form_of_any_api_is_seen(path: str, body_of: Any) -> None:
+    prompts = await prompts_with(PARTS, path, body_of)
     assert all("<image>" in prompt and PNG[:40] not in prompt for prompt in prompts)
-    assert len(prompts) == len(PARTS)
 
 
 async def test_images_are_seen_in_any_form_of_a_result_and_no_file_becomes_text() -> None:
