@@ -370,7 +370,7 @@ class LlamaMediaEncoder:
     def _end(self, error: Exception) -> None:
         """Answer all waiting and later media with an error."""
         with self._changed:
-            self._ended = error
+            self._ended, self._projector = error, None
             self._to_measure.clear()
             self._has_more.notify_all()
             jobs, self._jobs = self._jobs, deque()

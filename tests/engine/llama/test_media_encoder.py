@@ -337,6 +337,7 @@ def test_no_audio_is_measured_after_the_thread_has_ended(scene: Scene) -> None:
     scene.encoder.start(scene.posted.put, fail)
     scene.encode(b"a", 0)
     assert scene.encoded().error is not None
+    assert isinstance(scene.heard(), MediaMeasured)  # the thread ends: the next is not begun
     scene.projector.layouts.put(7)
     scene.encoder._thread.join(WAIT_S)
     for n_samples in (10, 11):  # one that waited, and a new one
