@@ -8,6 +8,7 @@ from cllm.bindings._handle import NativeHandle, fork_generation
 from cllm.bindings._library import find_library, library
 from cllm.bindings.batch import Batch, Run
 from cllm.bindings.context import Context, Logits, system_info
+from cllm.bindings.devices import Device, Placement, devices
 from cllm.bindings.embedding_batch import EmbeddingBatch
 from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.lora import LoraAdapter
@@ -23,6 +24,7 @@ __all__ = (
     "CandidateMemory",
     "Candidates",
     "Context",
+    "Device",
     "EmbeddingBatch",
     "EmbeddingContext",
     "Logits",
@@ -31,10 +33,12 @@ __all__ = (
     "MemoryNeeds",
     "Model",
     "NativeHandle",
+    "Placement",
     "Projector",
     "Run",
     "SamplerChain",
     "Vocabulary",
+    "devices",
     "find_library",
     "fork_generation",
     "library",

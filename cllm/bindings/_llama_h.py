@@ -164,6 +164,23 @@ class DeviceType(IntEnum):
     META = 4
 
 
+class SplitMode(IntEnum):
+    """`enum llama_split_mode`."""
+
+    NONE = 0
+    LAYER = 1
+    ROW = 2
+    TENSOR = 3
+
+
+class NumaStrategy(IntEnum):
+    """`enum ggml_numa_strategy`."""
+
+    DISTRIBUTE = 1
+    ISOLATE = 2
+    NUMACTL = 3
+
+
 C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     LogLevel: ("ggml_log_level", "GGML_LOG_LEVEL_"),
     GgmlType: ("ggml_type", "GGML_TYPE_"),
@@ -176,6 +193,8 @@ C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     LoadMode: ("llama_load_mode", "LLAMA_LOAD_MODE_"),
     FileType: ("llama_ftype", "LLAMA_FTYPE_MOSTLY_"),
     DeviceType: ("ggml_backend_dev_type", "GGML_BACKEND_DEVICE_TYPE_"),
+    SplitMode: ("llama_split_mode", "LLAMA_SPLIT_MODE_"),
+    NumaStrategy: ("ggml_numa_strategy", "GGML_NUMA_STRATEGY_"),
 }
 
 # --- Typedefs --------------------------------------------------------------------------------
@@ -184,6 +203,8 @@ typedef struct llama_memory_i * llama_memory_t;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
 typedef struct ggml_backend_reg * ggml_backend_reg_t;
 typedef struct ggml_backend * ggml_backend_t;
+typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
+typedef struct ggml_threadpool * ggml_threadpool_t;
 typedef int32_t llama_pos;
 typedef int32_t llama_token;
 typedef int32_t llama_seq_id;
@@ -197,6 +218,7 @@ typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, 
 # Parameter structures list only the fields that are set here; the library fills in the others.
 PARAMETERS = frozenset({
     "llama_model_params", "llama_context_params", "llama_model_quantize_params", "llama_sampler_chain_params",
+    "ggml_threadpool_params",
 })  # fmt: skip
 STRUCTS = """
 struct llama_token_data {
@@ -219,9 +241,18 @@ struct llama_batch {
     llama_seq_id ** seq_id;
     int8_t * logits;
 };
+struct llama_model_tensor_buft_override {
+    const char * pattern;
+    ggml_backend_buffer_type_t buft;
+};
 struct llama_model_params {
+    ggml_backend_dev_t * devices;
+    const struct llama_model_tensor_buft_override * tensor_buft_overrides;
     int32_t n_gpu_layers;
+    enum llama_split_mode split_mode;
     enum llama_load_mode load_mode;
+    int32_t main_gpu;
+    const float * tensor_split;
     llama_progress_callback progress_callback;
     bool vocab_only;
     bool check_tensors;
@@ -269,6 +300,10 @@ struct llama_logit_bias {
 struct llama_sampler_chain_params {
     bool no_perf;
 };
+struct ggml_threadpool_params {
+    int32_t n_threads;
+    uint32_t poll;
+};
 """
 
 # --- Prototypes ------------------------------------------------------------------------------
@@ -279,6 +314,8 @@ struct llama_context_params llama_context_default_params(void);
 struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
 struct llama_model_quantize_params llama_model_quantize_default_params(void);
 void llama_backend_init(void);
+void llama_numa_init(enum ggml_numa_strategy numa);
+size_t llama_max_devices(void);
 struct llama_model * llama_model_load_from_file(const char * path_model, struct llama_model_params params);
 void llama_model_free(struct llama_model * model);
 struct llama_context * llama_init_from_model(struct llama_model * model, struct llama_context_params params);
@@ -394,6 +431,11 @@ struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_
 llama_token llama_sampler_sample(struct llama_sampler * smpl, struct llama_context * ctx, int32_t idx);
 const char * llama_print_system_info(void);
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
+const char * ggml_backend_dev_name(ggml_backend_dev_t device);
+const char * ggml_backend_dev_description(ggml_backend_dev_t device);
+void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
+ggml_backend_buffer_type_t ggml_backend_dev_buffer_type(ggml_backend_dev_t device);
+const char * ggml_backend_buft_name(ggml_backend_buffer_type_t buft);
 ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);
 ggml_backend_t ggml_backend_dev_init(ggml_backend_dev_t device, const char * params);
 const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
@@ -404,6 +446,9 @@ void ggml_backend_register(ggml_backend_reg_t reg);
 size_t ggml_backend_dev_count(void);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
 void ggml_backend_load_all_from_path(const char * dir_path);
+void ggml_threadpool_params_init(struct ggml_threadpool_params * p, int32_t n_threads);
+void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
+void llama_detach_threadpool(struct llama_context * ctx);
 void llama_log_set(ggml_log_callback log_callback, void * user_data);
 """
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cllm.bindings import _llama_h as h
 from cllm.bindings._abort import AbortFlag
 from cllm.bindings._library import forward_log, library
+from cllm.bindings._threadpool import ThreadPool
 from cllm.bindings.batch import Batch
 from cllm.bindings.embedding_batch import EmbeddingBatch
 from cllm.bindings.lora import LoraContext
@@ -95,6 +96,9 @@ class Context(Memory, LoraContext):
     op_offload : bool, optional
         Let a GPU compute products of many rows whose weights are in host memory.  None does so if the
         model has layers on a GPU.
+    poll : int, optional
+        Patience of waiting compute threads, 0 (they sleep) to 100; None: as the library decides.  Only for
+        libraries without OpenMP.
     offload_kqv, swa_full, no_perf : bool
         As in llama.h.
     rope_scaling : str, optional
@@ -142,6 +146,7 @@ class Context(Memory, LoraContext):
         type_v: str = "f16",
         offload_kqv: bool = True,
         op_offload: bool | None = None,
+        poll: int | None = None,
         swa_full: bool = True,
         no_perf: bool = True,
         rope_scaling: str | None = None,
@@ -199,8 +204,12 @@ class Context(Memory, LoraContext):
         self._abort_flag = AbortFlag(params)
         # One buffer for many sequences may well have more cells than one of them has positions.
         no_warning = "> n_ctx_train" if n_seq_max > 1 else ""
-        pointer = init_context(model, params, no_warning=no_warning)
-        super().__init__(pointer, model, kv_unified=bool(kv_unified))
+        if poll is None:
+            pointer, free = init_context(model, params, no_warning=no_warning), lib.llama_free
+        else:
+            pool = ThreadPool(max(n_threads, n_threads_batch), check_int("poll", poll, 0, 100))
+            pointer, free = pool.of(lambda: init_context(model, params, no_warning=no_warning))
+        super().__init__(pointer, model, free, kv_unified=bool(kv_unified))
         with self._closed_on_error():
             self.n_vocab: int = model.vocab.n_tokens
             self.n_embd_inp: int = model.n_embd_inp

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 from cllm.bindings import _llama_h as h
@@ -39,10 +40,12 @@ class Memory(NativeHandle):
     kv_unified : bool
     """
 
-    def __init__(self, pointer: Any, model: Model, *, kv_unified: bool) -> None:
+    def __init__(
+        self, pointer: Any, model: Model, free: Callable[[Any], None], *, kv_unified: bool
+    ) -> None:
         lib = library()
         self._lib: Library = lib
-        super().__init__(pointer, lib.llama_free, parent=model)
+        super().__init__(pointer, free, parent=model)
         self.kv_unified = kv_unified
         # Sequences of a copy between streams that llama.cpp makes at the next decode.
         self._pending_copies: set[int] = set()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from cllm.bindings._library import captured_log
 from cllm.bindings.context import Context
+from cllm.bindings.devices import Placement
 from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.model import Model
 
 MIB = 1 << 20
 _MEMORY = re.compile(r"^llama_\w+: size =\s*([\d.]+) MiB \(")
-_COMPUTE = re.compile(r"(?:compute|output) buffer size =\s*([\d.]+) MiB")
+_COMPUTE = re.compile(r"(\S+)\s+(?:compute|output) buffer size =\s*([\d.]+) MiB")
 
 
 class MemoryNeeds(NamedTuple):
@@ -25,11 +28,14 @@ class MemoryNeeds(NamedTuple):
     n_context : int
         KV cache, and the states of recurrent layers.
     n_compute : int
-        Buffers for one batch, and for its output.
+        Buffers for one batch, and for its output, of all devices.
+    on_devices : mapping of str to int
+        Part of `n_compute` by the name of the device.
     """
 
     n_context: int
     n_compute: int
+    on_devices: Mapping[str, int] = MappingProxyType({})
 
     @property
     def n_bytes(self) -> int:
@@ -42,6 +48,7 @@ def memory_needs(
     make_context: Callable[[Model], Context | EmbeddingContext],
     *,
     n_gpu_layers: int = -1,
+    placement: Placement | None = None,
 ) -> MemoryNeeds | None:
     """Return the memory, in bytes, that a context would take; None if this llama.cpp does not log it.
 
@@ -51,6 +58,9 @@ def memory_needs(
     ----------
     make_context : callable
         Returns the context to measure, for a model that was opened with `no_alloc=True`.
+    n_gpu_layers : int
+    placement : Placement, optional
+        As for `Model`.
 
     Raises
     ------
@@ -62,12 +72,17 @@ def memory_needs(
     See `no_alloc` of `llama_model_params` in llama.h.  The numbers are those that llama.cpp logs.
     """
     with (
-        Model(path, n_gpu_layers=n_gpu_layers, use_mmap=False, no_alloc=True) as model,
+        Model(
+            path, n_gpu_layers=n_gpu_layers, placement=placement, use_mmap=False, no_alloc=True
+        ) as model,
         captured_log() as lines,
     ):
         make_context(model).close()
     sizes = [float(found[1]) for line in lines if (found := _MEMORY.search(line))]
-    compute = [float(found[1]) for line in lines if (found := _COMPUTE.search(line))]
+    compute = Counter[str]()
+    for line in lines:
+        if found := _COMPUTE.search(line):
+            compute[found[1]] += int(float(found[2]) * MIB)
     if not compute:
         return None
-    return MemoryNeeds(int(sum(sizes) * MIB), int(sum(compute) * MIB))
+    return MemoryNeeds(int(sum(sizes) * MIB), compute.total(), compute)

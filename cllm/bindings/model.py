@@ -13,16 +13,17 @@ from typing import Any
 from cllm.bindings import _llama_h as h
 from cllm.bindings._handle import NativeHandle
 from cllm.bindings._library import forward_log, library
+from cllm.bindings.devices import Placement
 from cllm.bindings.vocabulary import Vocabulary, c_string
 from cllm.checks import INT32_MAX, check_int
-from cllm.errors import LlamaCallError, ModelLoadError
+from cllm.errors import InvalidArgumentError, LlamaCallError, ModelLoadError
 
-_LOAD_MODE = {
-    (False, False): h.LoadMode.NONE,
-    (True, False): h.LoadMode.MMAP,
-    (False, True): h.LoadMode.MLOCK,
-    (True, True): h.LoadMode.MMAP_MLOCK,
-}
+LOAD_MODES = {
+    "auto": h.LoadMode.AUTO, "none": h.LoadMode.NONE, "mmap": h.LoadMode.MMAP, "mlock": h.LoadMode.MLOCK,
+    "mmap+mlock": h.LoadMode.MMAP_MLOCK, "dio": h.LoadMode.DIRECT_IO,
+}  # fmt: skip
+ALL = Placement()
+NO_GPU = Placement(devices=())
 
 
 class Model(NativeHandle):
@@ -34,8 +35,13 @@ class Model(NativeHandle):
         A regular file; split models are found from their first part.
     n_gpu_layers : int
         Number of layers to offload to a GPU; -1 offloads all of them.
+    placement : Placement, optional
+        Devices of the tensors.  None: all GPUs; none of them if `n_gpu_layers` is 0.
     use_mmap, use_mlock, check_tensors : bool
         Map the file, lock it in memory, look for NaN and infinities in the weights.
+    load_mode : str, optional
+        In place of `use_mmap` and `use_mlock`: none, mmap, mlock, mmap+mlock, dio (read past the page
+        cache), or auto, which is mmap unless a device does not support it.
     use_extra_bufts : bool
         Let the CPU backend repack weights, which speeds up batches.  The logits of a row then
         depend on the number of rows in its batch.
@@ -52,7 +58,7 @@ class Model(NativeHandle):
     ModelLoadError
         The file is missing or is not a GGUF file, llama.cpp rejects it, or `on_progress` returned False.
     InvalidArgumentError
-        `n_gpu_layers` is less than -1.
+        `n_gpu_layers` is less than -1, or `placement` does not fit the devices of this machine.
 
     Notes
     -----
@@ -65,8 +71,10 @@ class Model(NativeHandle):
         path: str | Path,
         *,
         n_gpu_layers: int = -1,
+        placement: Placement | None = None,
         use_mmap: bool = True,
         use_mlock: bool = False,
+        load_mode: str | None = None,
         check_tensors: bool = False,
         use_extra_bufts: bool = True,
         vocab_only: bool = False,
@@ -79,7 +87,16 @@ class Model(NativeHandle):
         progress = _Progress(on_progress)
         params = lib.llama_model_default_params()
         params.n_gpu_layers = check_int("n_gpu_layers", n_gpu_layers, -1, INT32_MAX)
-        params.load_mode = _LOAD_MODE[bool(use_mmap), bool(use_mlock)]
+        # With GPUs in the list, products of many rows would be computed there, even without layers.
+        placed = placement or (ALL if n_gpu_layers else NO_GPU)
+        kept = placed.apply(params)
+        if load_mode is None:
+            load_mode = (
+                "+".join(("mmap",) * bool(use_mmap) + ("mlock",) * bool(use_mlock)) or "none"
+            )
+        if load_mode not in LOAD_MODES:
+            raise InvalidArgumentError("load_mode", load_mode, f"one of {', '.join(LOAD_MODES)}")
+        params.load_mode = LOAD_MODES[load_mode]
         params.check_tensors = bool(check_tensors)
         params.use_extra_bufts = bool(use_extra_bufts)
         params.vocab_only = bool(vocab_only)
@@ -87,6 +104,7 @@ class Model(NativeHandle):
         params.progress_callback = progress.callback
         forward_log()
         pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
+        del kept
         reason = forward_log()
         if not pointer:
             progress.reraise()
@@ -104,7 +122,9 @@ class Model(NativeHandle):
             self.vocab: Vocabulary = Vocabulary(self, path)
             self._describe()
             # True if a GPU computes: it does for many rows of a batch at once what a CPU does for each.
-            self.is_on_gpu: bool = params.n_gpu_layers != 0 and lib.has_gpu
+            self.is_on_gpu: bool = params.n_gpu_layers != 0 and placed.uses_gpu
+            # GPUs that the contexts of the model use, besides those of its layers.
+            self.has_gpu: bool = placed.uses_gpu
 
     def _describe(self) -> None:
         """Ask llama.cpp for the shape of the model."""
