@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -41,10 +41,17 @@ class Processors(NamedTuple):
         return max(1, n_threads if self.quota is None else min(n_threads, math.floor(self.quota)))
 
 
-def usable_processors() -> Processors:
-    """Return the processors that this process may use; on macOS, all of them, each counted as a core."""
+def usable_processors(within: Collection[int] | None = None) -> Processors:
+    """Return the processors that this process may use; on macOS, all of them, each counted as a core.
+
+    Parameters
+    ----------
+    within : collection of int, optional
+        Only those with these numbers, if there are any.
+    """
     try:
         allowed = os.sched_getaffinity(0)
+        allowed = allowed.intersection(within or allowed) or allowed
     except AttributeError:  # not on macOS
         n_processors = os.cpu_count() or 1
         return Processors(n_processors, n_processors, None)

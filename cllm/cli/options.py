@@ -416,9 +416,23 @@ def _adapters(given: Sequence[str]) -> tuple[LoraSetting, ...]:
     return tuple(adapters)
 
 
-def _addresses(given: Sequence[str]) -> tuple[str, ...]:
-    """Return all addresses; a text may hold several, separated by commas, as in llama.cpp's programs."""
+def _parts(given: Sequence[str]) -> tuple[str, ...]:
+    """Return all parts of texts; each text may hold several, separated by commas, as in llama.cpp's programs."""
     return tuple(address for text in given for address in text.split(","))
+
+
+def _devices(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of devices; empty for "none"."""
+    names = _parts(given)
+    return () if names == ("none",) else names
+
+
+def _proportions(given: Sequence[str]) -> tuple[float, ...]:
+    """Return the numbers of texts with commas or slashes between them."""
+    try:
+        return tuple(float(number) for text in given for number in re.split("[,/]", text))
+    except ValueError:
+        raise typer.BadParameter(f"{','.join(given)!r} is not NUMBER,NUMBER,…") from None
 
 
 def text_or_file(given: str, option: str | None = None) -> str:
@@ -452,7 +466,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "n_ctx": _number_or_word,
     "tenant_weights": _weights,
     "lora": _adapters,
-    "rpc": _addresses,
+    "rpc": _parts,
+    "devices": _devices,
+    "tensor_split": _proportions,
+    "override_tensor": _parts,
     "json_schema": text_or_file,
     "grammar": text_or_file,
     "lark": text_or_file,

@@ -15,6 +15,14 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict
 from cllm.checks import MAX_THREADS, ErrorType, check_float, check_int, check_tenant
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.engine.media import MAX_ROWS
+from cllm.engine.placement import (
+    N_DEVICES_MAX,
+    device_names,
+    overrides,
+    processor_set,
+    processors_of,
+    proportions,
+)
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
 from cllm.processors import usable_processors
@@ -112,6 +120,17 @@ class EngineOptions(TypedDict, total=False):
     n_threads: int | None
     n_threads_batch: int | None
     n_gpu_layers: int
+    devices: Sequence[str] | None
+    split_mode: str
+    tensor_split: Sequence[float]
+    main_gpu: int
+    override_tensor: Sequence[str]
+    n_cpu_moe: int
+    kv_offload: bool
+    op_offload: bool | None
+    cpu_mask: str | None
+    poll: int | None
+    numa: str | None
     kv_unified: bool | Literal["auto"]
     flash_attn: bool | None
     deterministic: bool
@@ -120,10 +139,12 @@ class EngineOptions(TypedDict, total=False):
     type_v: str
     use_mmap: bool
     use_mlock: bool
+    load_mode: str | None
     overcommit: bool
     check_tensors: bool
     max_queue: int
     prefix_cache: bool
+    swa_full: bool | None
     prefix_cache_tokens: int | None
     prefix_cache_bytes: int | None
     prefix_cache_dir: str | Path | None
@@ -187,6 +208,34 @@ class EngineConfig:
         Compute threads for batches of several rows at most; by default as many as for one row.
     n_gpu_layers : int
         Layers on the GPU; -1: all that fit.
+    devices : sequence of str, optional
+        GPUs to use, by name and in this order; `cllm doctor` has the names.  None: all of them.  Empty ("none"
+        as an option): none.
+    split_mode : str
+        Division of a model between several GPUs: none, layer, row or tensor.  "layer": whole layers on each;
+        "row": rows of each matrix; "tensor": rows and KV cells, which is experimental in llama.cpp; "none": all
+        on `main_gpu`.
+    tensor_split : sequence of float
+        Proportions of the model on each GPU; by default those of their free memory.
+    main_gpu : int
+        Index of the GPU for `split_mode` "none", and for small tensors with "row".
+    override_tensor : sequence of str
+        PATTERN=TYPE: tensors whose names match the expression get this buffer type, "CPU" or the name of a
+        device.  The first that matches counts.  Only for the model that generates.
+    n_cpu_moe : int
+        Layers, from the first, whose experts stay in host memory: a large part of a mixture of experts.
+    kv_offload : bool
+        Keep the KV cells of layers on a GPU there.
+    op_offload : bool, optional
+        Let a GPU compute batches of many rows with weights in host memory; by default if it has layers.
+    cpu_mask : str, optional
+        Processors that compute, as a hexadecimal mask ("0xff") or FIRST-LAST ("0-7"); Linux only.
+    poll : int, optional
+        Patience of waiting compute threads, from 0 (they sleep) to 100; only for a library without OpenMP.  With
+        OpenMP, GOMP_SPINCOUNT and OMP_WAIT_POLICY say it.
+    numa : str, optional
+        Use of several NUMA nodes: distribute, isolate or numactl.  It holds for the whole process, and the first
+        engine decides.
     kv_unified : bool or "auto"
         One KV buffer for all sequences, or an equal share of `n_ctx` for each; by default shares where
         each is as long as the model was trained for.  With shares, no request can be longer than one share.
@@ -214,6 +263,9 @@ class EngineConfig:
         Map the model's file into memory instead of reading it.
     use_mlock : bool
         Lock the model in memory.
+    load_mode : str, optional
+        In place of `use_mmap` and `use_mlock`: none, mmap, mlock, mmap+mlock, dio (direct I/O) or auto.  "auto"
+        is mmap unless a device does not support it.
     overcommit : bool
         Load a model that does not fit into the available memory, with a warning.
     check_tensors : bool
@@ -223,6 +275,9 @@ class EngineConfig:
     prefix_cache : bool
         Share the cells of common prefixes of prompts.  A prompt shares them with running sequences, and with
         prefixes of finished ones.
+    swa_full : bool, optional
+        Keep all cells of layers with a sliding window, so that prefixes can be shared at any length; by default
+        as `prefix_cache`.  False takes less memory.
     prefix_cache_tokens : int, optional
         KV cells for the prefixes of finished requests; by default all that no request needs.  The least
         recently used prefix is evicted when a request needs its cells.
@@ -337,6 +392,32 @@ class EngineConfig:
         "-ngl --n-gpu-layers --gpu-layers",
         affects=BATCHES | Affects.STATE,
     )
+    devices: Sequence[str] | None = setting(
+        None, device_names, "-dev --device --devices", affects=BATCHES | Affects.STATE
+    )
+    split_mode: str = setting(
+        "layer",
+        one_of("none", "layer", "row", "tensor"),
+        "-sm --split-mode",
+        affects=BATCHES | Affects.STATE,
+    )
+    tensor_split: Sequence[float] = setting(
+        (), proportions, "-ts --tensor-split", affects=BATCHES | Affects.STATE
+    )
+    main_gpu: int = setting(
+        0, integer(0, N_DEVICES_MAX - 1), "-mg --main-gpu", affects=BATCHES | Affects.STATE
+    )
+    override_tensor: Sequence[str] = setting(
+        (), overrides, "-ot --override-tensor", affects=BATCHES
+    )
+    n_cpu_moe: int = setting(0, integer(0, 9999), "-ncmoe --n-cpu-moe", affects=BATCHES)
+    kv_offload: bool = setting(
+        True, boolean, "--kv-offload/--no-kv-offload -kvo/-nkvo", affects=BATCHES | Affects.STATE
+    )
+    op_offload: bool | None = setting(None, boolean, affects=BATCHES)
+    cpu_mask: str | None = setting(None, processor_set, "-C --cpu-mask -Cr --cpu-range")
+    poll: int | None = setting(None, integer(0, 100))
+    numa: str | None = setting(None, one_of("distribute", "isolate", "numactl"))
     kv_unified: bool | Literal["auto"] = setting(
         AUTO, boolean_or(AUTO), "--kv-unified/--no-kv-unified -kvu/-no-kvu"
     )
@@ -350,10 +431,14 @@ class EngineConfig:
     type_v: str = setting("f16", None, "--type-v -ctv --cache-type-v", affects=ANSWERS)
     use_mmap: bool = setting(True, boolean, "--mmap/--no-mmap")
     use_mlock: bool = setting(False, boolean, "--mlock/--no-mlock")
+    load_mode: str | None = setting(
+        None, one_of("none", "mmap", "mlock", "mmap+mlock", "dio", "auto"), "-lm --load-mode"
+    )
     overcommit: bool = setting(False, boolean)
     check_tensors: bool = setting(False, boolean)
     max_queue: int = setting(256, integer(0, 1 << 20))
     prefix_cache: bool = setting(True, boolean, affects=BATCHES)
+    swa_full: bool | None = setting(None, boolean, affects=BATCHES | Affects.STATE)
     prefix_cache_tokens: int | None = setting(None, integer(1, 1 << 26), affects=BATCHES)
     prefix_cache_bytes: int | None = setting(None, integer(0, 1 << 50), affects=BATCHES)
     prefix_cache_dir: str | Path | None = setting(None, file_path)
@@ -419,6 +504,7 @@ class EngineConfig:
         for field, is_wrong, limit in (
             ("kv_unified", self.kv_unified is True, f"False or {AUTO!r} with deterministic"),
             ("flash_attn", self.flash_attn is False, "True or None with deterministic"),
+            ("op_offload", self.op_offload is True, "False or None with deterministic"),
             ("type_k", self.type_k == "f32", "bf16 or a quantized type with deterministic"),
             ("type_v", self.type_v == "f32", "bf16 or a quantized type with deterministic"),
             (
@@ -460,6 +546,17 @@ class EngineConfig:
             chat_template=template if is_jinja(template) else self.chat_template,
             **paths,
         )
+
+    @property
+    def used_load_mode(self) -> str:
+        """Value of `load_mode`, or the one that says the same as `use_mmap` and `use_mlock`."""
+        named = ("mmap",) * self.use_mmap + ("mlock",) * self.use_mlock
+        return self.load_mode or "+".join(named) or "none"
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if the model's file is mapped into memory."""
+        return "mmap" in self.used_load_mode or self.used_load_mode == "auto"
 
     @property
     def n_cells(self) -> int:
@@ -585,7 +682,10 @@ class EngineConfig:
     def compute_threads(self) -> tuple[int, int]:
         """Numbers of compute threads, `(n_threads, n_threads_batch)`, with the defaults for None."""
         # The embedded model is too small for several threads.
-        n_threads = self.n_threads or (1 if self.model is None else usable_processors().n_threads)
+        n_threads = self.n_threads or 1
+        if self.n_threads is None and self.model is not None:
+            within = None if self.cpu_mask is None else processors_of(self.cpu_mask)
+            n_threads = usable_processors(within).n_threads
         return n_threads, self.n_threads_batch or n_threads
 
 

@@ -41,11 +41,13 @@ from cllm.engine.llama.encoder import (
     make_embedding_context,
 )
 from cllm.engine.llama.fingerprint import fingerprint, state_key
+from cllm.engine.llama.fit import fitted
 from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.media_encoder import LlamaMediaEncoder
 from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
+from cllm.engine.llama.placement import placement_of, use_processors
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
@@ -101,7 +103,9 @@ class LlamaBackend:
         self.preflight.run()
         if self._generates:
             check_room(config, planned_contexts(config))
+            config = self._config = fitted(config, planned_contexts(config))
         rpc.use_servers(config.rpc, endpoints)
+        use_processors(config)
         path = config.model_path
         if config.model is None and not path.is_file():
             raise ModelLoadError(str(path), "the embedded model is not installed")
@@ -111,7 +115,7 @@ class LlamaBackend:
 
     def _load(self, path: Path, template: str | None, owned: ExitStack) -> Loaded:
         config = self._config
-        if config.use_mmap:
+        if config.is_mapped:
             owned.callback(self._mapped.close)
             for content in self._files:
                 if content.path not in _adapters(config):  # adapters are copied, not mapped
@@ -290,17 +294,19 @@ class LlamaBackend:
     def _open_texts_model(self, model: Model, owned: ExitStack) -> Model:
         """Return the model that computes texts: the model itself, or the embedding model."""
         path = self._config.embedding_model
-        return model if path is None else self._open_model(Path(path), owned)
+        return model if path is None else self._open_model(Path(path), owned, is_main=False)
 
-    def _open_model(self, path: Path, owned: ExitStack, *, use_extra_bufts: bool = True) -> Model:
+    def _open_model(
+        self, path: Path, owned: ExitStack, *, is_main: bool = True, use_extra_bufts: bool = True
+    ) -> Model:
         """Open a model file with the settings of the configuration."""
         config = self._config
         return owned.enter_context(
             Model(
                 path,
                 n_gpu_layers=config.n_gpu_layers,
-                use_mmap=config.use_mmap,
-                use_mlock=config.use_mlock,
+                placement=placement_of(config, is_main=is_main),
+                load_mode=config.used_load_mode,
                 check_tensors=config.check_tensors,
                 use_extra_bufts=use_extra_bufts,
                 on_progress=lambda _: not self._is_stopping,
@@ -317,7 +323,9 @@ class LlamaBackend:
         if not (kv_cache.has_pos_min or kv_cache.n_rollback):
             logger.warning("no draft model is used: the model's memory cannot remove wrong drafts")
             return None
-        drafts = self._open_model(path, owned)  # no answer depends on its last digits
+        drafts = self._open_model(
+            path, owned, is_main=False
+        )  # no answer depends on its last digits
         n_cells, n_seq_ids = kv_cache.n_cells, kv_cache.n_seq_ids
         make = partial(make_draft_context, drafts, config, n_cells, n_seq_ids)
         drafter = DraftModel(drafts, model.vocab, make)

@@ -228,7 +228,10 @@ def make_context(model: Model, config: EngineConfig, states: States = NO_STATES)
         type_v=type_v,
         # llama.cpp does not reuse a shared cell, even if the windows of all its sequences have
         # passed it.  A small cache, only as large as the window, would fill up.
-        swa_full=config.prefix_cache,
+        swa_full=config.prefix_cache if config.swa_full is None else config.swa_full,
+        offload_kqv=config.kv_offload,
+        op_offload=config.op_offload,
+        poll=config.poll,
         rope_scaling=config.rope_scaling,
         rope_freq_base=config.rope_freq_base,
         rope_freq_scale=config.rope_freq_scale,

@@ -44,6 +44,9 @@ def make_draft_context(model: Model, config: EngineConfig, n_cells: int, n_seq_i
         n_threads=n_threads,
         n_threads_batch=n_threads_batch,
         swa_full=True,
+        offload_kqv=config.kv_offload,
+        op_offload=config.op_offload,
+        poll=config.poll,
     )
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cllm.bindings import Model
 from cllm.engine.config import AUTO, EngineConfig
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
+from cllm.engine.llama.placement import placement_of
 
 N_TOKENS, N_LAST = 24, 3
 N_TEXTS = 4  # one text might agree by chance
@@ -162,7 +163,10 @@ def misfit(config: EngineConfig) -> str | None:
         layouts = (False,)
     wrong: dict[bool, list[str]] = {}
     with Model(
-        config.model_path, n_gpu_layers=config.n_gpu_layers, use_mmap=config.use_mmap
+        config.model_path,
+        n_gpu_layers=config.n_gpu_layers,
+        placement=placement_of(config),
+        load_mode=config.used_load_mode,
     ) as model:
         for layout in layouts:
             assert isinstance(layout, bool)
