@@ -25,7 +25,7 @@ from cllm.engine.core.commands import ClearPrefixCache, LiveView, SlotInfo
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.health import EngineStatus, Health, Restart, check_serving, health_of
 from cllm.engine.llama.backend import LlamaBackend
-from cllm.engine.llama.memory import choose_n_ctx
+from cllm.engine.llama.fit import fitting_n_ctx
 from cllm.engine.loop.loop_guard import LoopGuard
 from cllm.engine.parts import Parts, start_parts
 from cllm.engine.request import ModelInfo
@@ -485,7 +485,7 @@ async def _resolved(config: EngineConfig) -> EngineConfig:
     mmproj = await _projector(config.mmproj, name, config.model_path)
     config = replace(config, mmproj=mmproj)
     if config.n_ctx == AUTO:
-        n_ctx, why = await anyio.to_thread.run_sync(choose_n_ctx, config)
+        n_ctx, why = await anyio.to_thread.run_sync(fitting_n_ctx, config)
         logger.info("%s", why)
         config = replace(config, n_ctx=n_ctx)
     return config

@@ -1,7 +1,7 @@
 """Read the metadata of a GGUF file without llama.cpp: a damaged file can make llama.cpp end the process.
 
 `read_header` reads numbers, texts and lists of numbers, up to the vocabulary.  `read_shapes` reads the
-shapes of tensors.  See ggml's `docs/gguf.md`.
+shapes of tensors, `read_sizes` their bytes.  See ggml's `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,26 @@ def read_shapes(path: Path) -> Shapes:
         It cannot be opened.
     """
     found = [_read_tensors(part) for part in model_parts(path)]
-    return {name: shape for tensors in found for name, (shape, _) in tensors.items()}
+    return {name: shape for tensors in found for name, (shape, *_) in tensors.items()}
+
+
+def read_sizes(path: Path) -> dict[str, int]:
+    """Return the bytes of a model's tensors by name; of a damaged file, those that can be read.
+
+    All parts of a split model are read.  The padding behind a tensor counts.
+
+    Raises
+    ------
+    OSError
+        It cannot be opened.
+    """
+    sizes: dict[str, int] = {}
+    for part in model_parts(path):
+        places = sorted((at, name) for name, (_, _, at) in _read_tensors(part).items())
+        # The tensors begin behind the header, which is small beside them: the last one counts with it.
+        ends = [*(at for at, _ in places[1:]), part.stat().st_size]
+        sizes |= {name: max(0, end - at) for (at, name), end in zip(places, ends, strict=False)}
+    return sizes
 
 
 def has_plain_matrix(path: Path) -> bool:
@@ -104,7 +123,7 @@ def has_plain_matrix(path: Path) -> bool:
         The file cannot be opened.
     """
     tensors = _read_tensors(path).values()
-    return any(kind in (F32, F16) and len(shape) > 1 for shape, kind in tensors)
+    return any(kind in (F32, F16) and len(shape) > 1 for shape, kind, _ in tensors)
 
 
 def has_tiled_matrix(path: Path) -> bool:
@@ -115,11 +134,12 @@ def has_tiled_matrix(path: Path) -> bool:
     OSError
         It cannot be opened.
     """
-    return any(kind in TILED for _, kind in _read_tensors(path).values())
+    return any(kind in TILED for _, kind, _ in _read_tensors(path).values())
 
 
-def _read_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
-    tensors: dict[str, tuple[tuple[int, ...], int]] = {}
+def _read_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], int, int]]:
+    """Return shape, type and offset of each tensor."""
+    tensors: dict[str, tuple[tuple[int, ...], int, int]] = {}
     with open_regular(path) as file:
         try:
             magic, version, n_tensors, n_values = _unpack(file, "4sIQQ")
@@ -134,7 +154,8 @@ def _read_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], int]]:
                 if n_dimensions > 4:
                     raise ValueError("too many dimensions")
                 shape = _unpack(file, f"{n_dimensions}Q")
-                tensors[name] = shape, _unpack(file, "IQ")[0]  # and its offset
+                kind, offset = _unpack(file, "IQ")
+                tensors[name] = shape, kind, offset
         except (ValueError, struct.error):
             pass
     return tensors

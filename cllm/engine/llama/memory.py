@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cllm.bindings import Context, EmbeddingContext, MemoryNeeds, Model, library, memory_needs
+from cllm.bindings import Context, EmbeddingContext, MemoryNeeds, Model, memory_needs
 from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.llama.gguf_header import read_header
+from cllm.engine.llama.placement import gpus_of
 from cllm.engine.llama.preflight import model_files, other_files
 from cllm.errors import CllmError, ModelLoadError
 from cllm.memory import available_bytes
@@ -25,6 +26,7 @@ AMPLE, AMPLE_BYTES = 2, 512 << 20
 # Bytes of an encode for each patch and each channel: measured, 63 to 81 with 196 to 7,056 patches of 768 channels.
 ENCODER_BYTES = 80
 N_FRAMES = 1500  # of 30 s of audio, with encoders like that of Whisper
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 N_STEP = 256  # cells of a share are a multiple of this
 # Bytes of one number in the KV cache; quantized types include their scales.
 KV_BYTES = {
@@ -36,7 +38,7 @@ KV_BYTES = {
 def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
     """Check that a model fits into memory before it is loaded, beside the model of `loaded` if there is one.
 
-    Files that both models map count once.  Weights on a GPU count too, because its free memory is unknown.
+    Files that both models map count once.  The free memory of the GPUs in use counts as available.
 
     Raises
     ------
@@ -51,7 +53,8 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
     available = available_bytes()
     if available is None or (config.rpc and config.n_gpu_layers != 0):  # layers are elsewhere
         return
-    is_shared = loaded is not None and config.use_mmap and loaded.use_mmap
+    available += sum(gpu.n_free_bytes for gpu in gpus_of(config))
+    is_shared = loaded is not None and config.is_mapped and loaded.is_mapped
     shared = set(map(_identity, model_files(loaded))) if loaded and is_shared else set()
     path = str(config.model_path)
     try:
@@ -96,13 +99,13 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
     def needs(n_ctx: int) -> MemoryNeeds | None:
         with_cells = replace(config, n_ctx=n_ctx)
         found = [
-            memory_needs(path, partial(_made, make, with_cells), n_gpu_layers=config.n_gpu_layers)
+            memory_needs(path, partial(made, make, with_cells), n_gpu_layers=config.n_gpu_layers)
             for path, make in planned
         ]
         known = [one for one in found if one is not None]
-        return (
-            MemoryNeeds(*map(sum, zip(*known, strict=True))) if len(known) == len(found) else None
-        )
+        if len(known) < len(found):
+            return None
+        return MemoryNeeds(sum(one.n_context for one in known), sum(one.n_compute for one in known))
 
     try:
         needed = needs(config.n_cells)
@@ -114,15 +117,18 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
         f"it needs {needed.n_context / MIB:,.0f} MiB for the KV cache, {needed.n_compute / MIB:,.0f} MiB to "
         f"compute and {n_weights / MIB:,.0f} MiB for weights, and {available / MIB:,.0f} MiB are available"
     )
-    n_most = config.n_cells or _n_trained(config)
-    if n_fitting := _largest(n_most, lambda n_ctx: n_weights + _bytes(needs(n_ctx)) <= available):
+    n_most = config.n_cells or n_trained(config)
+    if n_fitting := largest_n_ctx(
+        n_most, lambda n_ctx: n_weights + _bytes(needs(n_ctx)) <= available
+    ):
         reason += f": n_ctx={n_fitting} fits"
     if not config.overcommit:
         raise ModelLoadError(str(config.model_path), f"{reason}; overcommit loads it all the same")
     logger.warning("%s: %s; the system may end the process", config.model_path.name, reason)
 
 
-def _made(make: MakeContext, config: EngineConfig, model: Model) -> Context | EmbeddingContext:
+def made(make: MakeContext, config: EngineConfig, model: Model) -> Context | EmbeddingContext:
+    """Return the context that `make` makes."""
     return make(model, config)
 
 
@@ -130,7 +136,7 @@ def _bytes(needed: MemoryNeeds | None) -> int:
     return 0 if needed is None else needed.n_bytes
 
 
-def _largest(n_most: int, fits: Callable[[int], bool]) -> int:
+def largest_n_ctx(n_most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest `n_ctx` that fits, within 3 %; 0 if none fits."""
     low, high = N_STEP, n_most
     if low >= high or not fits(low):
@@ -142,7 +148,12 @@ def _largest(n_most: int, fits: Callable[[int], bool]) -> int:
 
 
 def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
-    """Estimate the bytes of the KV cache from the header of the model's file.
+    """Estimate the bytes of the KV cache; see `kv_layers`."""
+    return sum(kv_layers(config, is_windowed=is_windowed))
+
+
+def kv_layers(config: EngineConfig, *, is_windowed: bool = True) -> list[int]:
+    """Estimate the bytes of the KV cache of each layer from the header of the model's file.
 
     Parameters
     ----------
@@ -159,7 +170,10 @@ def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
     n_layer, n_head = number("block_count"), number("attention.head_count")
     n_heads = known.get(f"{prefix}.attention.head_count_kv", n_head)
     # One number for all layers, or a list.
-    n_head_kv = sum(map(int, n_heads)) if isinstance(n_heads, list) else n_layer * int(n_heads)
+    if isinstance(n_heads, list):
+        heads = [*map(int, n_heads)]
+    else:  # of a damaged file, all layers at once
+        heads = [int(n_heads)] * n_layer if n_layer <= MAX_LAYERS else [n_layer * int(n_heads)]
     head = number("embedding_length") // n_head if n_head else 0
     type_k, type_v = config.kv_types
     each = number("attention.key_length", head) * KV_BYTES.get(type_k, 1.0)
@@ -167,7 +181,7 @@ def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
     n_cells = config.n_cells or number("context_length")
     if is_windowed:
         n_cells = min(n_cells, number("attention.sliding_window", n_cells))
-    return int(n_head_kv * each * n_cells)
+    return [int(n * each * n_cells) for n in heads]
 
 
 def encoder_bytes(config: EngineConfig) -> int:
@@ -210,11 +224,9 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     (int, str)
         Value of `n_ctx`, and an explanation of it for users.
     """
-    n_trained = _n_trained(config)
-    n_shares = config.n_seq_max if config.deterministic or config.kv_unified is False else 1
-    n_wanted = max(N_CTX, n_trained * n_shares)
+    n_shares, n_wanted = wanted_n_ctx(config)
     available = None if _is_elsewhere(config) else available_bytes()
-    if not n_trained or available is None:
+    if not n_wanted or available is None:
         return N_CTX, f"{N_CTX:,} tokens of context (-c takes more)"
     n_weights = sum(file.stat().st_size for file in _files(config) if file.exists())
     n_weights += encoder_bytes(config)
@@ -231,7 +243,14 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     )
 
 
-def _n_trained(config: EngineConfig) -> int:
+def wanted_n_ctx(config: EngineConfig) -> tuple[int, int]:
+    """Return the number of equal shares of the KV cells, and the cells that memory should allow; 0 if unknown."""
+    n_shares = config.n_seq_max if config.deterministic or config.kv_unified is False else 1
+    n_cells = n_trained(config) * n_shares
+    return n_shares, max(N_CTX, n_cells) if n_cells else 0
+
+
+def n_trained(config: EngineConfig) -> int:
     """Return the training length that the model's file states; 0 if it states none or cannot be read."""
     path = config.model_path
     try:
@@ -244,7 +263,7 @@ def _n_trained(config: EngineConfig) -> int:
 
 def _is_elsewhere(config: EngineConfig) -> bool:
     """True if layers go to the memory of a GPU or of another machine."""
-    return config.n_gpu_layers != 0 and (bool(config.rpc) or library().has_gpu)
+    return config.n_gpu_layers != 0 and (bool(config.rpc) or bool(gpus_of(config)))
 
 
 def _sizes(config: EngineConfig) -> dict[tuple[int, int] | Path, int]:

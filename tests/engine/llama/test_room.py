@@ -43,7 +43,9 @@ def test_what_is_foretold_is_what_llama_cpp_takes(name: str, is_unified: bool, n
     with Model(path, n_gpu_layers=0) as model, captured_log() as lines:
         make_context(model, config).close()
     taken = {
-        pattern: sum(float(found[1]) for line in lines if (found := pattern.search(line)))
+        pattern: sum(
+            float(found[found.re.groups]) for line in lines if (found := pattern.search(line))
+        )
         for pattern in (_MEMORY, _COMPUTE)
     }
     assert needs.n_context == pytest.approx(taken[_MEMORY] * MIB, rel=0.01)
@@ -117,7 +119,7 @@ def test_the_contexts_of_models_that_draft_and_embed_count_too(
     config = EngineConfig(n_ctx=4096, n_gpu_layers=0, n_threads=1, **options)
     planned = planned_contexts(config)
     alone = [
-        memory_needs(path, partial(memory._made, make, config), n_gpu_layers=0)
+        memory_needs(path, partial(memory.made, make, config), n_gpu_layers=0)
         for path, make in planned
     ]
     assert len(alone) == n_contexts
