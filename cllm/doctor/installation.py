@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cllm.bindings import find_library, library, system_info
+from cllm.bindings import Device, devices, find_library, library, system_info
 from cllm.bindings._llama_h import LLAMA_CPP_COMMIT, LLAMA_CPP_VERSION
 from cllm.doctor.findings import Check, Status
 from cllm.errors import AbiMismatchError, LibraryError
@@ -40,14 +40,19 @@ def installation_checks() -> Iterator[Check]:
     yield check_version(record, loaded.llama_version().decode())
     yield check_build(record)
     yield check_cpu(record, _cpu_name(), system_info(), loaded.cpu_backend().name)
-    text = (
-        "layers go to one (-ngl says how many)"
-        if loaded.has_gpu
-        else "none that this library can use"
-    )
-    yield Check("GPU", Status.OK, text)
+    yield check_gpus(devices())
     if "amx" in record:
         yield check_amx(record)
+
+
+def check_gpus(found: Sequence[Device]) -> Check:
+    """Return the GPUs that the library can use, with their memory."""
+    gpus = [
+        f"{gpu.name}: {gpu.description}, {gpu.n_free_bytes / MIB:,.0f} of {gpu.n_total_bytes / MIB:,.0f} MiB free"
+        for gpu in found
+        if gpu.is_gpu
+    ]
+    return Check("GPU", Status.OK, "; ".join(gpus) or "none that this library can use")
 
 
 def llama_version() -> str:

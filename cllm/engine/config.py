@@ -308,7 +308,7 @@ class EngineConfig:
     hang_timeout_s : float, optional
         With `process`: seconds without a sign of life after which llama.cpp's process is restarted.  The same
         limit holds for a tick that uses less than a tenth of one processor, such as a tick that waits for
-        `rpc` servers.  Other ticks may take ten times as long.  None: never.
+        `rpc` servers.  Other ticks, and all ticks on a GPU, may take ten times as long.  None: never.
     rpc : sequence of str
         Experimental: HOST:PORT of llama.cpp's RPC servers, which take layers as GPUs do; with a process
         only.  In private networks only (docs/rpc.md).

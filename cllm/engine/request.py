@@ -232,6 +232,8 @@ class ModelInfo:
         Kinds of content that prompts may have: "text", "image", "audio".
     audio_sample_rate : int
         Samples a second of the audio that the model takes; 0 if it takes none.
+    devices : tuple of str
+        GPUs that compute, each as "NAME: DESCRIPTION"; empty if only processors do.
     """
 
     path: str
@@ -260,3 +262,4 @@ class ModelInfo:
     files: tuple[FileContent, ...] = ()
     modalities: tuple[str, ...] = ("text",)
     audio_sample_rate: int = 0
+    devices: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.media_encoder import LlamaMediaEncoder
 from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
-from cllm.engine.llama.placement import placement_of, use_processors
+from cllm.engine.llama.placement import gpus_of, placement_of, use_processors
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
@@ -65,6 +65,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 # 11.2 s in batches of 128, 192, 256 and 512.  The streams stood still for 1.0, 1.4, 1.9 and 3.3 s
 # (qwen3-0.6b, 2 cores).
 N_PREFILL_CHUNK = 128
+WARM_UP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8)  # rows for which backends have code of their own
 
 
 class LlamaBackend:
@@ -146,6 +147,9 @@ class LlamaBackend:
             self._stop_computing()
         owned.callback(self._computing.clear)
         generates = not isinstance(decoder, NoDecoder)
+        n_prefill_chunk = config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK
+        if isinstance(decoder, LlamaDecoder) and model.is_on_gpu:
+            decoder.warm_up((n_prefill_chunk, *WARM_UP_SIZES))
         if encoder is not None and not generates:
             encoder.open()  # this engine computes texts only
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
@@ -157,6 +161,7 @@ class LlamaBackend:
             loras=loras.infos,
             modalities=("text",) if media is None else ("text", *media.modalities),
             audio_sample_rate=0 if media is None else media.audio_sample_rate,
+            devices=tuple(f"{gpu.name}: {gpu.description}" for gpu in gpus_of(config)),
         )
         drafter = self._drafter(model, kv_cache, owned) if generates else None
         contexts = [
@@ -172,7 +177,7 @@ class LlamaBackend:
             kv_cache=kv_cache,
             make_sampler=make_sampler,
             read_logprob=LogprobReader(model.vocab, decoder.n_vocab).read,
-            n_prefill_chunk=config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK,
+            n_prefill_chunk=n_prefill_chunk,
             drafter=drafter,
             encoder=encoder,
             media=media,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -132,6 +132,15 @@ class LlamaDecoder:
         if self.files is not None:
             self.files.check()
         return rows
+
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """Compute batches of so many rows, and forget them: a GPU compiles its code for each kind at first use."""
+        for n_rows in sizes:
+            self.clear()
+            self.add(0, [0] * min(n_rows, self.n_batch, self.n_ctx_seq), 0, n_outputs=1)
+            self.decode()
+            self.seq_rm(0)
+        self.clear()
 
     def rebuild(self) -> None:
         """Throw the context away and make an empty one; see `Decoder`."""

@@ -11,6 +11,7 @@ from cllm.bindings import find_library, system_info
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.file_content import FileContent
+from cllm.engine.llama.placement import gpus_of
 from cllm.settings import Affects, settings_of
 
 
@@ -40,8 +41,8 @@ def fingerprint(files: Sequence[FileContent], config: EngineConfig, kv_cache: KV
 def state_key(files: Sequence[FileContent], config: EngineConfig, kv_cache: KVCache) -> str:
     """Return a hash of everything that a KV state depends on.
 
-    An engine with the same hash can restore the KV state of a sequence without adapters.  The CPU counts:
-    a state from another kind of CPU is usable, but not equal to the bit.
+    An engine with the same hash can restore the KV state of a sequence without adapters.  The CPU and the GPUs
+    count: a state from another kind is usable, but not equal to the bit.
     """
     return _digest(_values(config, kv_cache, Affects.STATE), files)[:32]
 
@@ -58,6 +59,7 @@ def _values(config: EngineConfig, kv_cache: KVCache, affects: Affects) -> dict[s
         "kv_unified": kv_cache.kv_unified,
         "build": build,
         "cpu": system_info(),
+        "gpus": [gpu.description for gpu in gpus_of(config)],
     }
 
 

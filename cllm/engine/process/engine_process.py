@@ -453,6 +453,7 @@ class EngineProcess(EngineHost):
 
     def _on_ready(self, process: ProcessHandle, ready: Ready, owned: ExitStack) -> None:
         is_first, self._is_ready, self._ready_at = not self._is_ready, True, time.perf_counter()
+        process.computes_on_gpu = bool(ready.model.devices) and not self._config.rpc
         if is_first:
             self._files.update({file.path: file for file in ready.model.files})
             vocabularies = self._open_vocabularies(ready.model.files, owned)

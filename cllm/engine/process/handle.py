@@ -67,6 +67,8 @@ class ProcessHandle:
     ----------
     n_reads : int
         Number of reads from the socket that returned data.
+    computes_on_gpu : bool
+        True if a long tick may use no processor time, because a GPU computes.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ProcessHandle:
         self._heard_at = time.perf_counter()
         self._beat: Beat | None = None
         self._idle_cpu_s = 0.0
+        self.computes_on_gpu: bool = False
         assert self._process.stdin is not None
         assert self._process.stderr is not None
         self.stderr: IO[bytes] = self._process.stderr
@@ -165,6 +168,7 @@ class ProcessHandle:
         if time.perf_counter() - self._heard_at > limit_s:
             return True
         is_idle = beat.cpu_s - self._idle_cpu_s < SLOW_SHARE * beat.busy_s
+        is_idle = is_idle and not self.computes_on_gpu
         return beat.busy_s > limit_s * (1.0 if is_idle else HUNG_FACTOR)
 
     @property

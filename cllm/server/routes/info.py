@@ -67,6 +67,7 @@ async def props(request: Request) -> dict[str, Any]:
             "vision": "image" in model.modalities,
             "audio": "audio" in model.modalities,
         },
+        "devices": model.devices,
         "media_marker": MEDIA_MARKER,
         "chat_template": model.chat_template,
         "bos_token": model.bos_token or "",
