@@ -114,6 +114,8 @@ class Context(Memory, LoraContext):
     ----------
     n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max, n_outputs_max : int
         What llama.cpp really uses.
+    can_abort : bool
+        True if `set_abort` ends a decode: llama.cpp's backends for GPUs compute a batch to its end.
     has_tiled_attention : bool
         True if attention is computed in tiles of 64 rows, of any sequences, in batches of 64 rows or
         more: on a CPU, with flash attention, F16 or F32 cells and `kv_unified` (`ops.cpp`).
@@ -214,6 +216,7 @@ class Context(Memory, LoraContext):
             self.n_vocab: int = model.vocab.n_tokens
             self.n_embd_inp: int = model.n_embd_inp
             self.has_mrope: bool = model.has_mrope
+            self.can_abort: bool = lib.can_abort and not model.has_gpu
             self.has_tiled_attention: bool = (
                 not model.is_on_gpu
                 and kv_unified

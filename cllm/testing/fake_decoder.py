@@ -83,7 +83,8 @@ class FakeDecoder:
     n_outputs_max : int, optional
         Largest number of output rows of a batch, at least `n_seq_max`; None: `n_seq_max`.
     separates_prompts : bool
-        Attribute that the engine reads; see `Decoder`.
+    max_tick_s : float or None
+        Attributes that the engine reads; see `Decoder`.
     answer : callable, optional
         Function of the tokens of a sequence.  It returns the token with the highest logit after them.  Tokens
         that adapters computed are given as other numbers.  By default a hash of all tokens.
@@ -133,6 +134,7 @@ class FakeDecoder:
         kv_unified: bool = True,
         n_outputs_max: int | None = None,
         separates_prompts: bool = False,
+        max_tick_s: float | None = None,
         answer: Answer | None = None,
         faults: Mapping[int, Fault] | None = None,
         poison: Poison | None = None,
@@ -149,6 +151,7 @@ class FakeDecoder:
         n_outputs = n_seq_max if n_outputs_max is None else n_outputs_max
         self.n_outputs_max: int = check_int("n_outputs_max", n_outputs, n_seq_max, INT32_MAX)
         self.separates_prompts = separates_prompts
+        self.max_tick_s = max_tick_s
         self.answer: Answer = self._hash if answer is None else answer
         self.faults: dict[int, Fault] = dict(faults or {})
         self.poison = poison

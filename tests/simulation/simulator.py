@@ -182,6 +182,7 @@ class Simulator:
         can_copy: bool = True,
         draft_share: float | None = None,
         separates_prompts: bool = False,
+        max_tick_s: float | None = None,
         prefix_cache_bytes: int = 1 << 20,
         media_cache_bytes: int = 1 << 20,
         **options: Any,
@@ -214,6 +215,7 @@ class Simulator:
             latency_s=latency_s,
             wait=self._clock.wait,
             separates_prompts=separates_prompts,
+            max_tick_s=max_tick_s,
         )
         self.decoder.batches = []
         if n_rollback and state_bytes:

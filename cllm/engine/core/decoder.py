@@ -46,12 +46,16 @@ class Decoder(CacheMemory, Protocol):
     separates_prompts : bool
         True if prompts are better computed in decodes of their own.  From 64 rows on, llama.cpp's
         attention on a CPU works in tiles, in which a row that only decodes costs as much as 64.
+    max_tick_s : float or None
+        Seconds that a decode with rows of prompts may take, because `abort` ends it only between two decodes; None
+        if `abort` ends a decode at once.
     """
 
     n_batch: int
     n_outputs_max: int
     n_vocab: int
     separates_prompts: bool
+    max_tick_s: float | None
 
     def set_loras(self, loras: LoraSet) -> None:
         """Compute the next batches with these adapters, which are loaded, and no others."""

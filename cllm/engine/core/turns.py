@@ -18,6 +18,7 @@ The rows of prompts in a tick are limited by
 | `n_prefill_chunk` | no `target_itl_ms`, and some sequence waits for the tick |
 | what keeps the gap between two tokens at the target | `target_itl_ms`, and some sequence waits for the tick |
 | nothing | `target_itl_ms`, and the gap of the streams belongs to rows of a media chunk or to an encode |
+| what is computed within `max_tick_s` | the decoder has it: `abort` cannot end its decodes |
 | what is best computed together | `separates_prompts`, and a prompt is ready |
 | a row for each decoding sequence is left free | a tick of prompts alone |
 
@@ -207,23 +208,23 @@ class Turns:
     def _n_prompt_rows(
         self, turn: list[Sequence], n_sets: int, *, is_apart: bool = False
     ) -> int | None:
-        """Return the limit of prompt rows that `target_itl_ms` sets; None without one.
+        """Return the limit of prompt rows that `target_itl_ms` or `max_tick_s` sets; None without one.
 
         With `n_sets` sets of adapters in turn, a stream gets its next token after `n_sets` ticks.
         `is_apart`: these rows have a decode of their own.
         """
-        if self._target_s is None:
-            return None
+        limit_s, aim = self._decoder.max_tick_s, 1.0
         decoding = [s.n_computed for s in turn if s.is_decoding]
-        if not decoding and n_sets == 1:
+        if self._target_s is not None and (decoding or n_sets > 1):
+            if self._owner in (MEDIA, ENCODER) and decoding and not is_apart:
+                return 0
+            limit_s, aim = self._target_s / n_sets, self._aim.share
+        if limit_s is None:
             return None
-        if self._owner in (MEDIA, ENCODER) and decoding and not is_apart:
-            return 0
         # Any prompt will do: what a chunk attends to costs less than its rows.
         n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)
-        target_s = self._target_s / n_sets
         return self._cost.ticks.n_prompt_rows(
-            decoding, n_computed, target_s, aim=self._aim.share, is_apart=is_apart
+            decoding, n_computed, limit_s, aim=aim, is_apart=is_apart
         )
 
 

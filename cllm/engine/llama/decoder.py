@@ -21,6 +21,8 @@ from cllm.engine.lora import LoraSet
 # Rows, and output rows, that a `PaddedDecoder` may add for each sequence.
 N_PADDING_ROWS = 2
 N_CELLS = 256  # the fewest that a context has
+# Of a backend that ends no decode: a cancel takes effect within two such ticks.
+MAX_TICK_S = 0.5
 
 
 class LlamaDecoder:
@@ -66,6 +68,7 @@ class LlamaDecoder:
         self.n_vocab: int = context.n_vocab
         self.n_ctx_seq: int = context.n_ctx_seq
         self.separates_prompts: bool = context.has_tiled_attention
+        self.max_tick_s: float | None = None if context.can_abort else MAX_TICK_S
         self.n_batch: int = min(self._n_batch, context.n_batch)  # llama.cpp: never more than n_ctx
         if self._n_threads is not None:
             context.set_n_threads(*self._n_threads)

@@ -197,6 +197,7 @@ class NoDecoder:
 
     n_batch = n_outputs_max = n_ctx_seq = 1
     separates_prompts = False
+    max_tick_s: float | None = None
 
     def __init__(self, n_vocab: int) -> None:
         self.n_vocab = n_vocab

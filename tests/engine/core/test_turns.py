@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from benchmarks.closed_loop import CHAT, SMALL, ClosedLoop
 from cllm.engine.core.scheduler import ATTENTION_TILE
-from cllm.testing.fake_decoder import Latency
+from cllm.testing.fake_decoder import FakeRun, Latency
 from tests.simulation.reference import endless
 from tests.simulation.simulation import simulate
 from tests.simulation.simulator import Simulator
@@ -133,3 +135,33 @@ def test_fewer_rows_decode_than_fill_a_tile_and_everybody_gets_as_many_tokens(
     n_after = [len(tokens) for tokens in sim.tokens.values()]
     n_tokens = {after - before for before, after in zip(n_before, n_after, strict=True)}
     assert max(n_tokens) - min(n_tokens) <= 1
+
+
+@pytest.mark.parametrize("target_itl_ms", [None, 400.0])
+def test_a_decode_that_abort_cannot_end_is_short(target_itl_ms: float | None) -> None:
+    """A cancel takes effect after it."""
+
+    def longest_s(max_tick_s: float | None) -> float:
+        taken = [0.0]
+
+        def latency_s(runs: Sequence[FakeRun]) -> float:
+            taken.append(0.002 + 0.005 * sum(len(run.tokens) for run in runs))
+            return taken[-1]
+
+        sim = Simulator(
+            n_ctx=8192,
+            n_batch=512,
+            n_prefill_chunk=512,
+            target_itl_ms=target_itl_ms,
+            answer=endless,
+            max_tick_s=max_tick_s,
+            latency_s=latency_s,
+        )
+        for first in b"pq":
+            sim.submit(bytes([first]) * 2000, max_tokens=1)
+        while len(sim.finished) < 2:
+            sim.tick()
+        return max(taken)
+
+    assert longest_s(None) > 1.5
+    assert longest_s(0.5) < 0.55
