@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-real test-full test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-cuda-compile test-real test-full test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -24,6 +24,8 @@ help:
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
 	@echo "make test-rpc    layers of a model on llama.cpp's RPC servers, on this machine"
+	@echo "make test-vulkan layers of a model on a GPU that is a program (lavapipe)"
+	@echo "make test-cuda-compile   the CUDA backend, compiled and linked where there is nvcc"
 	@echo "make soak    requests of every kind, for MINUTES (default: 1), with injected faults"
 	@echo "make check   ruff, mypy --strict, and the rules of prose"
 	@echo "make docs    the documentation as a site, in build/docs/site; make pictures takes its pictures"
@@ -49,7 +51,7 @@ coverage:
 # With the tests that take seconds each.
 test-full:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real and not ray and not rpc" --timeout=300 $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real and not ray and not rpc and not gpu" --timeout=300 $(PYTEST_ARGS)
 
 # The engine's tests once more, with llama.cpp in a process of its own.
 NO_ENGINE := --ignore=tests/engine/core --ignore=tests/engine/sampling --ignore=tests/engine/process
@@ -87,6 +89,19 @@ test-rpc:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@PYTHON=$(PYTHON) ./build_llama.sh --rpc --prefix build/rpc
 	@CLLM_LIBRARY=build/rpc .venv/bin/python -m pytest -q -m rpc --timeout=120 tests/rpc $(PYTEST_ARGS)
+
+# Layers on lavapipe, Mesa's Vulkan device for processors, twice.  Fused operations crash it (Mesa 22.3).
+# The first time, building takes a quarter of an hour.
+test-vulkan:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@PYTHON=$(PYTHON) ./build_llama.sh --vulkan --prefix build/vulkan
+	@CLLM_LIBRARY=build/vulkan GGML_VK_VISIBLE_DEVICES=0,0 GGML_VK_DISABLE_FUSION=1 \
+	  .venv/bin/python -m pytest -q -m gpu --timeout=900 tests/gpu $(PYTEST_ARGS)
+
+test-cuda-compile:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@if command -v nvcc >/dev/null; then PYTHON=$(PYTHON) ./build_llama.sh --cuda --prefix build/cuda; \
+	  else echo "there is no nvcc: nothing is compiled"; fi
 
 # What both leave out: the full numbers of docs/reliability.md.
 test-exhaustive:

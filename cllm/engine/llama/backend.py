@@ -65,7 +65,6 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 # 11.2 s in batches of 128, 192, 256 and 512.  The streams stood still for 1.0, 1.4, 1.9 and 3.3 s
 # (qwen3-0.6b, 2 cores).
 N_PREFILL_CHUNK = 128
-WARM_UP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8)  # rows for which backends have code of their own
 
 
 class LlamaBackend:
@@ -149,7 +148,7 @@ class LlamaBackend:
         generates = not isinstance(decoder, NoDecoder)
         n_prefill_chunk = config.n_batch if model.is_on_gpu else N_PREFILL_CHUNK
         if isinstance(decoder, LlamaDecoder) and model.is_on_gpu:
-            decoder.warm_up((n_prefill_chunk, *WARM_UP_SIZES))
+            decoder.warm_up((n_prefill_chunk, 1))
         if encoder is not None and not generates:
             encoder.open()  # this engine computes texts only
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
