@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-cuda-compile test-real test-full test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-vulkan-smoke test-cuda-compile test-real test-full test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -90,13 +90,22 @@ test-rpc:
 	@PYTHON=$(PYTHON) ./build_llama.sh --rpc --prefix build/rpc
 	@CLLM_LIBRARY=build/rpc .venv/bin/python -m pytest -q -m rpc --timeout=120 tests/rpc $(PYTEST_ARGS)
 
-# Layers on lavapipe, Mesa's Vulkan device for processors, twice.  Fused operations crash it (Mesa 22.3).
+# Layers on lavapipe, Mesa's Vulkan device for processors, twice.  Fused operations crash it (Mesa 22.3),
+# and so do some dozens of engines in one process.
 # The first time, building takes a quarter of an hour.
+LAVAPIPE := GGML_VK_VISIBLE_DEVICES=0,0 GGML_VK_DISABLE_FUSION=1
 test-vulkan:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@PYTHON=$(PYTHON) ./build_llama.sh --vulkan --prefix build/vulkan
-	@CLLM_LIBRARY=build/vulkan GGML_VK_VISIBLE_DEVICES=0,0 GGML_VK_DISABLE_FUSION=1 \
-	  .venv/bin/python -m pytest -q -m gpu --timeout=900 tests/gpu $(PYTEST_ARGS)
+	@for file in tests/gpu/test_*.py; do CLLM_LIBRARY=build/vulkan $(LAVAPIPE) \
+	  .venv/bin/python -m pytest -q -m gpu --timeout=900 $$file $(PYTEST_ARGS) || exit 1; done
+
+# Two of its tests, with a library from npm.
+test-vulkan-smoke:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@tools/fetch_vulkan_library.sh build/vulkan-npm
+	@CLLM_LIBRARY=build/vulkan-npm $(LAVAPIPE) .venv/bin/python -m pytest -q -m gpu --timeout=900 tests/gpu \
+	  -k "share_the_layers and not options or shared or rejected_by_name" $(PYTEST_ARGS)
 
 test-cuda-compile:
 	@PYTHON=$(PYTHON) tools/setup.sh dev

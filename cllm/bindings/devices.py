@@ -76,7 +76,7 @@ def _described(lib: Library, device: Any) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the tensors of a model are.  Without arguments: as llama.cpp decides.
+    """Devices of the tensors of a model.  Without arguments: as llama.cpp decides.
 
     Parameters
     ----------

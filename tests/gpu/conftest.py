@@ -1,0 +1,22 @@
+"""Fixtures of the tests on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from cllm.bindings import Device, devices
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What a GPU computes does not depend on the event loop."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Sequence[Device]:
+    found = [device for device in devices() if device.is_gpu]
+    assert found, "this library finds no GPU: is GGML_VK_VISIBLE_DEVICES set?"
+    return found
