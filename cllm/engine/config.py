@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 from cllm.checks import MAX_THREADS, ErrorType, check_float, check_int, check_tenant
-from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
-from cllm.engine.media import MAX_ROWS
-from cllm.engine.placement import (
+from cllm.engine.device_settings import (
     N_DEVICES_MAX,
     device_names,
     overrides,
@@ -23,6 +21,8 @@ from cllm.engine.placement import (
     processors_of,
     proportions,
 )
+from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
+from cllm.engine.media import MAX_ROWS
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
 from cllm.processors import usable_processors

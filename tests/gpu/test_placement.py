@@ -13,9 +13,9 @@ from cllm.bindings import Context, Device, Model, devices
 from cllm.bindings._library import captured_log
 from cllm.doctor.installation import check_gpus
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.llama.devices import gpus_of, placement_of
 from cllm.engine.llama.fit import HOST, ModelOnDevices, room_of
 from cllm.engine.llama.memory import MIB
-from cllm.engine.llama.placement import gpus_of, placement_of
 from tests.conftest import QUIET
 from tests.gpu.answers import N_LAYERS, OPTIONS, SMALL, check_answers
 from tools import make_model

@@ -33,6 +33,7 @@ from cllm.engine.llama import rpc
 from cllm.engine.llama.architecture_faults import can_copy, check_architecture
 from cllm.engine.llama.decoder import LlamaDecoder, make_context, measure_states
 from cllm.engine.llama.determinism import deterministic_decoder, without_tiles
+from cllm.engine.llama.devices import gpus_of, placement_of, use_processors
 from cllm.engine.llama.draft_model import DraftModel, make_draft_context
 from cllm.engine.llama.encoder import (
     LlamaTextEncoder,
@@ -47,7 +48,6 @@ from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.media_encoder import LlamaMediaEncoder
 from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
-from cllm.engine.llama.placement import gpus_of, placement_of, use_processors
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory

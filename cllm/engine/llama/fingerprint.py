@@ -11,7 +11,7 @@ from cllm.bindings import find_library, system_info
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.file_content import FileContent
-from cllm.engine.llama.placement import gpus_of
+from cllm.engine.llama.devices import gpus_of
 from cllm.settings import Affects, settings_of
 
 

@@ -17,6 +17,8 @@ from functools import partial
 
 from cllm.bindings import Device, MemoryNeeds, memory_needs
 from cllm.engine.config import N_CTX, EngineConfig
+from cllm.engine.device_settings import override_pairs
+from cllm.engine.llama.devices import gpus_of, placement_of
 from cllm.engine.llama.gguf_header import read_sizes
 from cllm.engine.llama.memory import (
     AMPLE_BYTES,
@@ -31,9 +33,7 @@ from cllm.engine.llama.memory import (
     n_trained,
     wanted_n_ctx,
 )
-from cllm.engine.llama.placement import gpus_of, placement_of
 from cllm.engine.llama.preflight import other_files
-from cllm.engine.placement import override_pairs
 from cllm.errors import CllmError, ModelLoadError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cllm.bindings import Context, EmbeddingContext, MemoryNeeds, Model, memory_needs
 from cllm.engine.config import N_CTX, EngineConfig
+from cllm.engine.llama.devices import gpus_of
 from cllm.engine.llama.gguf_header import read_header
-from cllm.engine.llama.placement import gpus_of
 from cllm.engine.llama.preflight import model_files, other_files
 from cllm.errors import CllmError, ModelLoadError
 from cllm.memory import available_bytes

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cllm.bindings import Model
 from cllm.engine.config import AUTO, EngineConfig
 from cllm.engine.llama.decoder import LlamaDecoder, make_context
-from cllm.engine.llama.placement import placement_of
+from cllm.engine.llama.devices import placement_of
 
 N_TOKENS, N_LAST = 24, 3
 N_TEXTS = 4  # one text might agree by chance

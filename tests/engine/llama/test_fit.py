@@ -13,7 +13,7 @@ import pytest
 
 from cllm import EngineConfig, ModelLoadError
 from cllm.bindings import Device, MemoryNeeds
-from cllm.engine.llama import fit, memory, placement
+from cllm.engine.llama import devices, fit, memory
 from cllm.engine.llama.fit import HOST, ModelOnDevices, fitted, fitting_n_ctx, room_of
 from cllm.engine.llama.gguf_header import read_sizes
 from cllm.engine.llama.memory import MIB
@@ -76,7 +76,7 @@ def _no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def have(monkeypatch: pytest.MonkeyPatch, *gpus: Device) -> None:
     """These GPUs are in the machine."""
-    monkeypatch.setattr(placement, "devices", lambda: (*gpus, gpu("CPU", 9999, kind="cpu")))
+    monkeypatch.setattr(devices, "devices", lambda: (*gpus, gpu("CPU", 9999, kind="cpu")))
 
 
 def room(n_mib: int) -> int:
@@ -207,11 +207,11 @@ def test_without_a_gpu_whose_memory_is_known_nothing_changes(
 def test_integrated_gpus_count_only_alone_or_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     own, shared = gpu("A", 100), gpu("B", 100, kind="igpu")
     have(monkeypatch, own, shared)
-    assert placement.gpus_of(EngineConfig()) == (own,)
-    assert placement.gpus_of(EngineConfig(devices=["B", "A"])) == (shared, own)
-    assert placement.gpus_of(EngineConfig(n_gpu_layers=0)) == ()
+    assert devices.gpus_of(EngineConfig()) == (own,)
+    assert devices.gpus_of(EngineConfig(devices=["B", "A"])) == (shared, own)
+    assert devices.gpus_of(EngineConfig(n_gpu_layers=0)) == ()
     have(monkeypatch, shared)
-    assert placement.gpus_of(EngineConfig()) == (shared,)
+    assert devices.gpus_of(EngineConfig()) == (shared,)
 
 
 def test_some_memory_stays_free() -> None:

@@ -7,7 +7,7 @@ import os
 from cllm.bindings import Device, Placement, devices, library
 from cllm.bindings._llama_h import NumaStrategy
 from cllm.engine.config import EngineConfig
-from cllm.engine.placement import override_pairs, processors_of
+from cllm.engine.device_settings import override_pairs, processors_of
 from cllm.errors import InvalidArgumentError
 
 

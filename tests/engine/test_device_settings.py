@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cllm import Engine, EngineConfig, InvalidArgumentError
-from cllm.engine.placement import EXPERTS, override_pairs, processors_of
+from cllm.engine.device_settings import EXPERTS, override_pairs, processors_of
 from tests.conftest import QUIET
 
 TASKS = Path("/proc/self/task")
