@@ -140,7 +140,7 @@ class EngineOptions(TypedDict, total=False):
     use_mmap: bool
     use_mlock: bool
     load_mode: str | None
-    overcommit: bool
+    allow_overcommit: bool
     check_tensors: bool
     max_queue: int
     prefix_cache: bool
@@ -266,7 +266,7 @@ class EngineConfig:
     load_mode : str, optional
         In place of `use_mmap` and `use_mlock`: none, mmap, mlock, mmap+mlock, dio (direct I/O) or auto.  "auto"
         is mmap unless a device does not support it.
-    overcommit : bool
+    allow_overcommit : bool
         Load a model that does not fit into the available memory, with a warning.
     check_tensors : bool
         Look for NaN in the weights.
@@ -434,7 +434,7 @@ class EngineConfig:
     load_mode: str | None = setting(
         None, one_of("none", "mmap", "mlock", "mmap+mlock", "dio", "auto"), "-lm --load-mode"
     )
-    overcommit: bool = setting(False, boolean)
+    allow_overcommit: bool = setting(False, boolean)
     check_tensors: bool = setting(False, boolean)
     max_queue: int = setting(256, integer(0, 1 << 20))
     prefix_cache: bool = setting(True, boolean, affects=BATCHES)

@@ -79,7 +79,7 @@ BOUNDS = (
     ("time of the event loop for a body", "its parts are counted before it is parsed, for several models too", "tests/server/test_bodies.py"),
     ("loaded models", "`--max-models`, memory; only a POST that can be answered loads one", "tests/server/test_several.py::test_only_a_request_that_can_be_answered_loads_a_model"),
     ("requests that wait", "`max_queue`", "tests/server/test_load.py"),
-    ("memory of a model", "what is available, unless `overcommit` says otherwise", "tests/engine/llama/test_room.py::test_what_does_not_fit_is_rejected_with_the_n_ctx_that_does"),
+    ("memory of a model", "what is available, unless `allow_overcommit` says otherwise", "tests/engine/llama/test_room.py::test_what_does_not_fit_is_rejected_with_the_n_ctx_that_does"),
     ("compute threads", "the cores of the affinity, the quotas of cgroups", "tests/test_processors.py::test_the_least_quota_of_all_cgroups_counts"),
     ("files of the prefix cache", "`prefix_cache_dir_bytes` of the directory, whichever engine has filled it", "tests/engine/thread/test_prefix_files.py::test_a_limit_holds_for_the_directory_whoever_has_filled_it"),
     ("a file that a hub sends", "the bytes that it has announced, at most 50 GB", "tests/hub/test_download.py"),

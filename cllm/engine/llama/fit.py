@@ -184,7 +184,7 @@ def fitted(config: EngineConfig, contexts: Iterable[PlannedContext]) -> EngineCo
     ------
     ModelLoadError
         Layers were asked for that do not fit: the reason names the GPU and what fits.  Only logged with
-        `overcommit`.
+        `allow_overcommit`.
     """
     gpus = known_gpus(config)
     if not gpus or config.n_gpu_layers == 0:
@@ -201,8 +201,8 @@ def fitted(config: EngineConfig, contexts: Iterable[PlannedContext]) -> EngineCo
     if not model.fits(config):
         if not is_free(config):
             reason = model.shortage(config)
-            if not config.overcommit:
-                reason += "; overcommit loads it all the same"
+            if not config.allow_overcommit:
+                reason += "; allow_overcommit loads it all the same"
                 raise ModelLoadError(str(config.model_path), reason)
             logger.warning("%s: %s", config.model_path.name, reason)
             return config

@@ -81,7 +81,7 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
     Raises
     ------
     ModelLoadError
-        They do not fit; the reason names the largest `n_ctx` that does.  Only logged with `overcommit`.
+        They do not fit; the reason names the largest `n_ctx` that does.  Only logged with `allow_overcommit`.
     """
     available = None if _is_elsewhere(config) else available_bytes()
     if available is None:
@@ -122,8 +122,10 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
         n_most, lambda n_ctx: n_weights + _bytes(needs(n_ctx)) <= available
     ):
         reason += f": n_ctx={n_fitting} fits"
-    if not config.overcommit:
-        raise ModelLoadError(str(config.model_path), f"{reason}; overcommit loads it all the same")
+    if not config.allow_overcommit:
+        raise ModelLoadError(
+            str(config.model_path), f"{reason}; allow_overcommit loads it all the same"
+        )
     logger.warning("%s: %s; the system may end the process", config.model_path.name, reason)
 
 

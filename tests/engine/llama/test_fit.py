@@ -182,7 +182,7 @@ def test_what_was_asked_for_and_does_not_fit_is_rejected_with_what_does(
     config = configure(dense, **options)
     with pytest.raises(ModelLoadError, match=f"MiB on A, and 70 MiB of 80 free ones.*{advice}"):
         fitted(config, [])
-    assert fitted(replace(config, overcommit=True), []).n_gpu_layers == config.n_gpu_layers
+    assert fitted(replace(config, allow_overcommit=True), []).n_gpu_layers == config.n_gpu_layers
     assert "MiB on A" in caplog.text
 
 

@@ -90,7 +90,7 @@ async def test_overcommit_loads_it_with_a_warning(
     available: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "cllm.engine"):
-        async with Engine(n_ctx=1 << 16, overcommit=True, **QUIET) as engine:
+        async with Engine(n_ctx=1 << 16, allow_overcommit=True, **QUIET) as engine:
             assert (await engine.generate("1+1=", temperature=0)).text == "2"
     assert any("the system may end the process" in message for message in caplog.messages)
 
