@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-vulkan-smoke test-cuda-compile test-real test-full test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-vulkan-smoke test-cuda-compile test-real test-full test-pythons test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -13,6 +13,7 @@ help:
 	@echo "make test    install, and run the fast tests: three minutes"
 	@echo "make coverage          the fast tests, and the branches of cllm/engine that they take"
 	@echo "make test-full         the slower tests too: some six minutes on two cores"
+	@echo "make test-pythons      the fast tests with each Python that is installed"
 	@echo "make test-process      the tests of the engine, with llama.cpp in a process of its own"
 	@echo "make test-clients      openai, anthropic, openai-agents, pydantic-ai, langchain, LlamaIndex, llm, LiteLLM, lm-eval,"
 	@echo "                       and, if there is npm, the Codex CLI, Claude Code and opencode"
@@ -52,6 +53,16 @@ coverage:
 test-full:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@.venv/bin/python -m pytest -q $(WORKERS) -m "not exhaustive and not real and not ray and not rpc and not gpu" --timeout=300 $(PYTEST_ARGS)
+
+# The fast tests with each Python that is installed, pyenv's too.
+PYTHONS ?= 3.11 3.12 3.13 3.14
+test-pythons:
+	@for version in $(PYTHONS); do \
+	  python=$$(command -v python$$version || ls -d $$HOME/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -1); \
+	  [ -n "$$python" ] && "$$python" -c "" 2>/dev/null || { echo "== Python $$version: not installed, not tested"; continue; }; \
+	  VENV=.venv-$$version PYTHON=$$python tools/setup.sh dev || exit 1; echo "== Python $$version"; \
+	  .venv-$$version/bin/python -m pytest -q $(WORKERS) $(PYTEST_ARGS) || exit 1; \
+	done
 
 # The engine's tests once more, with llama.cpp in a process of its own.
 NO_ENGINE := --ignore=tests/engine/core --ignore=tests/engine/sampling --ignore=tests/engine/process
@@ -173,4 +184,4 @@ native:
 	@PYTHON=$(PYTHON) ./build_llama.sh
 
 clean:
-	rm -rf .venv .venv-clients .venv-newest .venv-peers .venv-ray build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf .venv .venv-clients .venv-newest .venv-peers .venv-ray .venv-3.* build dist *.egg-info cllm/_native .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

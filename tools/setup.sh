@@ -9,6 +9,7 @@
 #   tools/setup.sh newest    in .venv-newest: the newest versions of the same clients
 #   tools/setup.sh ray       in .venv-ray: Ray Serve, and the packages for its tests
 #
+# VENV is another place for the environment of `server`, `dev`, `docs` or `release`.
 # A second run is quick: it compares a stamp and calls build_llama.sh, which finds its earlier build.
 # Only `newest` installs again in every run.
 set -euo pipefail
@@ -35,7 +36,7 @@ fi
 
 # `dev` includes `server`, and none of the other extras that this script installs.
 wanted=$(cat pyproject.toml setup.py | sha256sum | cut -c1-16)
-venv=.venv
+venv=${VENV:-.venv}
 [ "$extra" = clients ] && venv=.venv-clients
 [ "$extra" = newest ] && venv=.venv-newest
 [ "$extra" = ray ] && venv=.venv-ray extra=ray-test
