@@ -25,7 +25,7 @@ help:
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
 	@echo "make test-rpc    layers of a model on llama.cpp's RPC servers, on this machine"
-	@echo "make test-vulkan layers of a model on a GPU that is a program (lavapipe)"
+	@echo "make test-vulkan layers of a model on lavapipe, Mesa's software Vulkan driver"
 	@echo "make test-cuda-compile   the CUDA backend, compiled and linked where there is nvcc"
 	@echo "make soak    requests of every kind, for MINUTES (default: 1), with injected faults"
 	@echo "make check   ruff, mypy --strict, and the rules of prose"
@@ -101,7 +101,7 @@ test-rpc:
 	@PYTHON=$(PYTHON) ./build_llama.sh --rpc --prefix build/rpc
 	@CLLM_LIBRARY=build/rpc .venv/bin/python -m pytest -q -m rpc --timeout=120 tests/rpc $(PYTEST_ARGS)
 
-# Layers on lavapipe, Mesa's Vulkan device for processors, twice.  Fused operations crash it (Mesa 22.3),
+# Layers on lavapipe, Mesa's software Vulkan driver, which appears as two GPUs.  Fused operations crash it (Mesa 22.3),
 # and so do some dozens of engines in one process.
 # The first time, building takes a quarter of an hour.
 LAVAPIPE := GGML_VK_VISIBLE_DEVICES=0,0 GGML_VK_DISABLE_FUSION=1

@@ -1,4 +1,4 @@
-"""ThreadPool: ggml's threads with another patience, for one context."""
+"""ThreadPool: ggml's threads with another polling level, for one context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ThreadPool:
     ----------
     n_threads : int
     poll : int
-        Patience of waiting threads: 0 (they sleep) to 100.
+        Polling level of idle threads: 0 (sleep) to 100 (busy-wait).
 
     Raises
     ------
@@ -33,9 +33,7 @@ class ThreadPool:
     def __init__(self, n_threads: int, poll: int) -> None:
         lib = library()
         if b"OPENMP = 1" in lib.llama_print_system_info():
-            limit = (
-                "left out: this library computes with OpenMP, which reads GOMP_SPINCOUNT instead"
-            )
+            limit = "None with this library: it uses OpenMP; set GOMP_SPINCOUNT instead"
             raise InvalidArgumentError("poll", poll, limit)
         kind = h.DECLARATIONS.structs["ggml_threadpool_params"]
         params = kind()

@@ -97,8 +97,8 @@ class Context(Memory, LoraContext):
         Let a GPU compute products of many rows whose weights are in host memory.  None does so if the
         model has layers on a GPU.
     poll : int, optional
-        Patience of waiting compute threads, 0 (they sleep) to 100; None: as the library decides.  Only for
-        libraries without OpenMP.
+        Polling level of idle compute threads, 0 (sleep) to 100 (busy-wait); None: as the library decides.  Only
+        for libraries without OpenMP.
     offload_kqv, swa_full, no_perf : bool
         As in llama.h.
     rope_scaling : str, optional
@@ -115,7 +115,7 @@ class Context(Memory, LoraContext):
     n_ctx, n_ctx_seq, n_batch, n_ubatch, n_seq_max, n_outputs_max : int
         What llama.cpp really uses.
     can_abort : bool
-        True if `set_abort` ends a decode: llama.cpp's backends for GPUs compute a batch to its end.
+        True if `set_abort` can end a decode.  llama.cpp's backends for GPUs always finish the batch.
     has_tiled_attention : bool
         True if attention is computed in tiles of 64 rows, of any sequences, in batches of 64 rows or
         more: on a CPU, with flash attention, F16 or F32 cells and `kv_unified` (`ops.cpp`).

@@ -28,7 +28,7 @@ class Device(NamedTuple):
     kind : str
         "cpu", "gpu", "igpu" (a GPU that uses host memory), "accel" or "meta".
     n_free_bytes, n_total_bytes : int
-        Memory now, and in all; 0 if the backend does not know it.
+        Free and total memory; 0 if the backend does not report it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Device(NamedTuple):
 
 
 def devices() -> tuple[Device, ...]:
-    """Return all devices, in llama.cpp's order; those of RPC servers from their registration on.
+    """Return all devices in llama.cpp's order.  Devices of RPC servers appear after their registration.
 
     Notes
     -----
@@ -87,7 +87,7 @@ class Placement:
         "layer": whole layers on each GPU; "row": rows of each matrix; "tensor": rows and KV cells, which is
         experimental; "none": all on `main_gpu`.
     main_gpu : int
-        Index of the GPU for `split_mode` "none", and for small tensors with "row".
+        Index of the GPU that holds the model with `split_mode` "none"; unused otherwise.
     tensor_split : sequence of float
         Proportions of the model on each GPU; empty: by their free memory.
     overrides : sequence of (str, str)
@@ -116,7 +116,7 @@ class Placement:
         return library().has_gpu if self.devices is None else bool(self.devices)
 
     def apply(self, params: Any) -> list[object]:
-        """Set the fields of `llama_model_params`; return what has to live until the model is loaded."""
+        """Set the fields of `llama_model_params`; return the objects to keep alive until the model is loaded."""
         lib = library()
         limit = f"one of {', '.join(SPLIT_MODES)}"
         if self.split_mode not in SPLIT_MODES:
@@ -148,12 +148,16 @@ class Placement:
             raise InvalidArgumentError("tensor_split", self.tensor_split, limit)
         shares = [check_float("tensor_split", share, 0.0, 1e6) for share in self.tensor_split]
         if not any(shares):
-            raise InvalidArgumentError("tensor_split", self.tensor_split, "more than 0 in all")
+            limit = "proportions with at least one above 0"
+            raise InvalidArgumentError("tensor_split", self.tensor_split, limit)
         return (ctypes.c_float * n_max)(*shares)
 
     def _override_list(self, lib: Library) -> object:
         types = dict[str, Any]()
         for device in _pointers(lib):
+            is_gpu = lib.ggml_backend_dev_type(device) in GPUS
+            if is_gpu and self.devices is not None and _name(lib, device) not in self.devices:
+                continue  # no backend of the context could compute with it: llama.cpp ends the process
             if buffer_type := lib.ggml_backend_dev_buffer_type(device):
                 name = lib.ggml_backend_buft_name(buffer_type).decode("utf-8", "replace")
                 types.setdefault(name, buffer_type)
@@ -161,7 +165,7 @@ class Placement:
         found = (kind * (len(self.overrides) + 1))()  # ends with an empty one
         for each, (pattern, name) in zip(found, self.overrides, strict=False):
             if name not in types:
-                limit = f"a buffer type of this library: {', '.join(types)}"
+                limit = f"a buffer type of the devices in use: {', '.join(types)}"
                 raise InvalidArgumentError("override_tensor", name, limit)
             each.pattern, each.buft = c_string("override_tensor", pattern), types[name]
         return found
@@ -170,8 +174,8 @@ class Placement:
 def _device_list(lib: Library, names: Sequence[str], gpus: dict[str, Any]) -> object:
     for name in names:
         if name not in gpus:
-            known = ", ".join(gpus) or "this library has none here"
-            raise InvalidArgumentError("devices", name, f"GPUs by name: {known}")
+            limit = f"one of {', '.join(gpus)}" if gpus else "left out: this library finds no GPU"
+            raise InvalidArgumentError("devices", name, limit)
     if len(set(names)) < len(names):
         raise InvalidArgumentError("devices", tuple(names), "each GPU once")
     kind = lib.ggml_backend_dev_get.restype

@@ -39,6 +39,8 @@ class EmbeddingContext(LoraContext):
         Compute threads.
     flash_attn : bool, optional
         None lets llama.cpp decide.
+    op_offload : bool, optional
+        As for `Context`.
 
     Attributes
     ----------
@@ -74,6 +76,7 @@ class EmbeddingContext(LoraContext):
         pooling: str | None = None,
         n_threads: int = 2,
         flash_attn: bool | None = None,
+        op_offload: bool | None = None,
     ) -> None:
         lib = library()
         if model.vocab_only:
@@ -88,7 +91,7 @@ class EmbeddingContext(LoraContext):
         limit = min(n_batch, lib.llama_max_parallel_sequences())
         params.n_seq_max = check_int("n_seq_max", n_seq_max, 1, limit)
         params.kv_unified, params.embeddings, params.no_perf = True, True, True
-        params.op_offload = model.is_on_gpu
+        params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
         params.n_threads = params.n_threads_batch = check_int(
             "n_threads", n_threads, 1, MAX_THREADS
         )

@@ -28,9 +28,9 @@ class MemoryNeeds(NamedTuple):
     n_context : int
         KV cache, and the states of recurrent layers.
     n_compute : int
-        Buffers for one batch, and for its output, of all devices.
+        Buffers for one batch, and for its output, on all devices.
     on_devices : mapping of str to int
-        Part of `n_compute` by the name of the device.
+        `n_compute` by the name of the device.
     """
 
     n_context: int

@@ -123,7 +123,7 @@ class Model(NativeHandle):
             self._describe()
             # True if a GPU computes: it does for many rows of a batch at once what a CPU does for each.
             self.is_on_gpu: bool = params.n_gpu_layers != 0 and placed.uses_gpu
-            # GPUs that the contexts of the model use, besides those of its layers.
+            # True if contexts of this model may compute on a GPU, even without layers there.
             self.has_gpu: bool = placed.uses_gpu
 
     def _describe(self) -> None:

@@ -209,33 +209,34 @@ class EngineConfig:
     n_gpu_layers : int
         Layers on the GPU; -1: all that fit.
     devices : sequence of str, optional
-        GPUs to use, by name and in this order; `cllm doctor` has the names.  None: all of them.  Empty ("none"
-        as an option): none.
+        GPUs to use, in this order, by the names that `cllm doctor` prints; by default all, and "none" for no GPU.
+        Integrated GPUs are used by default only if there are no others.  In Python, an empty sequence means no GPU.
     split_mode : str
         Division of a model between several GPUs: none, layer, row or tensor.  "layer": whole layers on each;
         "row": rows of each matrix; "tensor": rows and KV cells, which is experimental in llama.cpp; "none": all
         on `main_gpu`.
     tensor_split : sequence of float
-        Proportions of the model on each GPU; by default those of their free memory.
+        Shares of the model on each GPU, as proportions; by default in proportion to free memory.
     main_gpu : int
-        Index of the GPU for `split_mode` "none", and for small tensors with "row".
+        Index of the GPU that holds the model with `split_mode` "none"; unused otherwise.
     override_tensor : sequence of str
-        PATTERN=TYPE: tensors whose names match the expression get this buffer type, "CPU" or the name of a
-        device.  The first that matches counts.  Only for the model that generates.
+        PATTERN=TYPE: put tensors whose names match the regular expression into this buffer type, "CPU" or the name
+        of a device.  The first pattern that matches applies.  Only for the model that generates.
     n_cpu_moe : int
-        Layers, from the first, whose experts stay in host memory: a large part of a mixture of experts.
+        Number of layers, counted from the first, whose expert weights stay in host memory.
     kv_offload : bool
-        Keep the KV cells of layers on a GPU there.
+        Keep the KV cache of a layer on the GPU of the layer.
     op_offload : bool, optional
-        Let a GPU compute batches of many rows with weights in host memory; by default if it has layers.
+        Compute batches of many rows on a GPU even if the weights are in host memory; by default if the model has
+        layers on a GPU.
     cpu_mask : str, optional
         Processors that compute, as a hexadecimal mask ("0xff") or FIRST-LAST ("0-7"); Linux only.
     poll : int, optional
-        Patience of waiting compute threads, from 0 (they sleep) to 100; only for a library without OpenMP.  With
-        OpenMP, GOMP_SPINCOUNT and OMP_WAIT_POLICY say it.
+        Polling level of idle compute threads, from 0 (sleep) to 100 (busy-wait); only for libraries without OpenMP.
+        With OpenMP, set GOMP_SPINCOUNT or OMP_WAIT_POLICY.
     numa : str, optional
-        Use of several NUMA nodes: distribute, isolate or numactl.  It holds for the whole process, and the first
-        engine decides.
+        NUMA strategy: distribute, isolate or numactl.  It applies to the whole process; the first engine that sets
+        it decides.
     kv_unified : bool or "auto"
         One KV buffer for all sequences, or an equal share of `n_ctx` for each; by default shares where
         each is as long as the model was trained for.  With shares, no request can be longer than one share.
@@ -264,8 +265,8 @@ class EngineConfig:
     use_mlock : bool
         Lock the model in memory.
     load_mode : str, optional
-        In place of `use_mmap` and `use_mlock`: none, mmap, mlock, mmap+mlock, dio (direct I/O) or auto.  "auto"
-        is mmap unless a device does not support it.
+        How the model's file is read: none, mmap, mlock, mmap+mlock, dio (direct I/O) or auto.  It replaces
+        `use_mmap` and `use_mlock`.  "auto" is mmap unless a device does not support it.
     allow_overcommit : bool
         Load a model that does not fit into the available memory, with a warning.
     check_tensors : bool
@@ -276,8 +277,8 @@ class EngineConfig:
         Share the cells of common prefixes of prompts.  A prompt shares them with running sequences, and with
         prefixes of finished ones.
     swa_full : bool, optional
-        Keep all cells of layers with a sliding window, so that prefixes can be shared at any length; by default
-        as `prefix_cache`.  False takes less memory.
+        Keep all cells of layers with a sliding window, so that prefixes of any length can be shared; by default on
+        with `prefix_cache`.  False saves memory.
     prefix_cache_tokens : int, optional
         KV cells for the prefixes of finished requests; by default all that no request needs.  The least
         recently used prefix is evicted when a request needs its cells.
@@ -410,7 +411,7 @@ class EngineConfig:
     override_tensor: Sequence[str] = setting(
         (), overrides, "-ot --override-tensor", affects=BATCHES
     )
-    n_cpu_moe: int = setting(0, integer(0, 9999), "-ncmoe --n-cpu-moe", affects=BATCHES)
+    n_cpu_moe: int = setting(0, integer(0, 512), "-ncmoe --n-cpu-moe", affects=BATCHES)
     kv_offload: bool = setting(
         True, boolean, "--kv-offload/--no-kv-offload -kvo/-nkvo", affects=BATCHES | Affects.STATE
     )
@@ -489,6 +490,9 @@ class EngineConfig:
                 f"{', '.join(PLAIN_TYPES)} with flash_attn=False: only flash attention reads others"
             )
             raise InvalidArgumentError("type_v", self.type_v, limit)
+        if self.cpu_mask is not None and self.numa in ("distribute", "isolate"):
+            limit = f"left out with numa={self.numa!r}, which binds threads itself"
+            raise InvalidArgumentError("cpu_mask", self.cpu_mask, limit)
         if self.rpc and not self.process:
             limit = (
                 "left out without process=True: a server that dies ends the process that uses it"

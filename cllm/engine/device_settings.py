@@ -33,7 +33,7 @@ def proportions(name: str, given: object, error: ErrorType) -> tuple[float, ...]
         raise error(name, given, f"at most {N_DEVICES_MAX} numbers")
     shares = tuple(check_float(name, share, 0.0, 1e6, error) for share in given)
     if shares and not any(shares):
-        raise error(name, given, "more than 0 in all")
+        raise error(name, given, "proportions with at least one above 0")
     return shares
 
 

@@ -23,13 +23,13 @@ def test_the_processor_is_a_device_with_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": ("Nothing7",)}, "devices is 'Nothing7', must be GPUs by name"),
+        ({"devices": ("Nothing7",)}, "devices is 'Nothing7', must be "),
         ({"split_mode": "columns"}, "split_mode is 'columns', must be one of none, layer"),
         ({"main_gpu": 99}, "main_gpu is 99, must be 0 to"),
         ({"devices": (), "tensor_split": (1.0,)}, "must be at most 0 values"),
         (
             {"overrides": (("a", "Nothing7"),)},
-            "override_tensor is 'Nothing7', must be a buffer type",
+            "override_tensor is 'Nothing7', must be a buffer type of",
         ),
         ({"overrides": (("a\0b", "CPU"),)}, "override_tensor"),
     ],
@@ -82,14 +82,15 @@ def test_a_pattern_decides_where_a_tensor_is() -> None:
         Context(model, n_ctx=256).close()
 
 
-def test_threads_have_another_patience_only_without_openmp() -> None:
+def test_poll_is_rejected_with_openmp_and_changes_the_threads_without() -> None:
     has_openmp = b"OPENMP = 1" in library().llama_print_system_info()
     with Model(EMBEDDED_MODEL, n_gpu_layers=0) as model:
         if has_openmp:
-            with pytest.raises(InvalidArgumentError, match="poll is 10, must be left out"):
+            with pytest.raises(
+                InvalidArgumentError, match="poll is 10, must be None with this library"
+            ):
                 Context(model, n_ctx=256, poll=10)
             return
         n_threads = len([*Path("/proc/self/task").iterdir()])
         with Context(model, n_ctx=256, poll=0, n_threads=4, n_threads_batch=4):
             assert len([*Path("/proc/self/task").iterdir()]) >= n_threads + 3
-        assert len([*Path("/proc/self/task").iterdir()]) == n_threads

@@ -1,4 +1,4 @@
-"""Questions whose answers are known, and an engine that is small enough for a GPU that is a program."""
+"""Questions whose answers are known, and an engine that is small enough for lavapipe, Mesa's software Vulkan driver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from cllm import Engine
 from tests.conftest import QUIET
 
-# Small batches: a GPU that is a program takes 20 ms for each row.
+# Small batches: lavapipe takes 20 ms for each row.
 SMALL: dict[str, Any] = {"n_batch": 64, "n_ubatch": 64, "n_threads": 1, **QUIET}
 OPTIONS: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, **SMALL}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 60}

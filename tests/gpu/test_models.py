@@ -84,16 +84,21 @@ async def test_a_cancel_takes_effect_within_two_ticks(gpus: Sequence[Device]) ->
     with Model(EMBEDDED_MODEL) as model, Context(model, n_ctx=256) as context:
         assert not context.can_abort
     async with Engine(n_ctx=4096, n_seq_max=2, **SMALL) as engine:
-        with anyio.move_on_after(0):
-            await engine.generate("note:" + "x" * 2000 + "\n9+9=", temperature=0)
+        async with anyio.create_task_group() as tasks:
+            prompt = "note:" + "x" * 2000 + "\n9+9="
+            tasks.start_soon(lambda: engine.generate(prompt, temperature=0))
+            while not engine.statistics().n_prefill_tokens:
+                await engine.audit()
+            tasks.cancel_scope.cancel()
         before = engine.statistics().n_ticks
-        while engine.statistics().n_running or engine.statistics().n_waiting:
+        while engine.statistics().n_running:
             await engine.audit()
         assert engine.statistics().n_ticks - before <= 2
+        assert engine.statistics().n_prefill_tokens < 2000
         assert await engine.audit() == []
 
 
-async def test_to_the_bit_is_a_promise_of_processors_alone(gpus: Sequence[Device]) -> None:
+async def test_deterministic_is_rejected_on_gpus(gpus: Sequence[Device]) -> None:
     with pytest.raises(InvalidArgumentError, match="deterministic is True, must be False where"):
         async with Engine(**OPTIONS, deterministic=True):
             pass
@@ -101,7 +106,7 @@ async def test_to_the_bit_is_a_promise_of_processors_alone(gpus: Sequence[Device
         await check_answers(engine)
 
 
-async def test_fingerprints_know_the_gpu(gpus: Sequence[Device]) -> None:
+async def test_fingerprints_depend_on_the_placement(gpus: Sequence[Device]) -> None:
     found = []
     for n_gpu_layers in (-1, 2, 0):
         async with Engine(**OPTIONS, n_gpu_layers=n_gpu_layers) as engine:

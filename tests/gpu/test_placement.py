@@ -106,9 +106,14 @@ def test_bytes_are_where_llama_cpp_puts_them(
 async def test_a_context_that_no_gpu_holds_is_rejected_by_name_before_it_is_allocated(
     gpus: Sequence[Device],
 ) -> None:
-    n_ctx = 1 << 26  # 128 GiB
-    with pytest.raises(ModelLoadError, match=rf"MiB on {gpus[0].name}, and .* can be used: n_ctx="):
-        async with Engine(n_ctx=n_ctx, n_gpu_layers=N_LAYERS, **QUIET):
+    n_ctx = 1 << 26
+    kinds: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}  # 256 GiB for each GPU
+    with pytest.raises(
+        ModelLoadError, match=rf"MiB on {gpus[0].name}, where .* can be used.*; n_ctx="
+    ):
+        async with Engine(
+            n_ctx=n_ctx, n_gpu_layers=N_LAYERS, devices=[gpus[0].name], **kinds, **QUIET
+        ):
             pass
 
 

@@ -47,8 +47,8 @@ class Decoder(CacheMemory, Protocol):
         True if prompts are better computed in decodes of their own.  From 64 rows on, llama.cpp's
         attention on a CPU works in tiles, in which a row that only decodes costs as much as 64.
     max_tick_s : float or None
-        Seconds that a decode with rows of prompts may take, because `abort` ends it only between two decodes; None
-        if `abort` ends a decode at once.
+        Longest time, in seconds, that a decode with rows of prompts should take.  Set if `abort` cannot end a
+        decode; otherwise None.
     """
 
     n_batch: int

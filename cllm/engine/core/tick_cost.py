@@ -58,6 +58,7 @@ class TickCost:
         self._of_decoding, self._of_prompts = _Moments(), _Moments()
         self._fit = np.zeros(3)
         self._n_rows_max = 0.0
+        self._n_rows_ever = 0
         # Evaluated on demand: most ticks need no value.
         self._unseen: deque[tuple[int, int, float, bool]] = deque(maxlen=N_REMEMBERED)
         self.latest: deque[tuple[int, int, float]] = deque(maxlen=N_LATEST)
@@ -78,6 +79,7 @@ class TickCost:
         own.age(FORGETTING, (1.0 / seconds, n_rows / ROWS / seconds, n_cells / CELLS / seconds))
         others.age(FORGETTING_OTHERS)
         self._n_rows_max = max(FORGETTING * self._n_rows_max, n_rows)
+        self._n_rows_ever = max(self._n_rows_ever, n_rows)
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
@@ -126,6 +128,7 @@ class TickCost:
         *,
         aim: float = MAX_AIM,
         is_apart: bool = False,
+        is_gradual: bool = True,
     ) -> int:
         """Return the number of prompt rows that keep a tick at `aim * target_s`; at least 1.
 
@@ -141,6 +144,8 @@ class TickCost:
             times the target, and the prompt gets what would be left unused.
         is_apart : bool
             True: the prompt rows need a decode of their own, as rows of a media chunk do.
+        is_gradual : bool
+            True: at most some times as many rows as lately.  False: as ever.
         """
         cells = list(decoding)
         fixed, per_row, per_cell = self.coefficients
@@ -151,7 +156,8 @@ class TickCost:
         # In the form without a difference: per_cell may be next to nothing.
         divisor = linear + math.sqrt(linear**2 + 4 * quadratic * left)
         n_rows = 2 * left / divisor if divisor > 0.0 else math.inf
-        limit = max(FIRST_PROMPT_ROWS, MAX_GROWTH * self._n_rows_max)
+        n_seen = self._n_rows_max if is_gradual else self._n_rows_ever
+        limit = max(FIRST_PROMPT_ROWS, MAX_GROWTH * n_seen)
         return max(1, int(min(n_rows, limit)))
 
 

@@ -18,7 +18,7 @@ The rows of prompts in a tick are limited by
 | `n_prefill_chunk` | no `target_itl_ms`, and some sequence waits for the tick |
 | what keeps the gap between two tokens at the target | `target_itl_ms`, and some sequence waits for the tick |
 | nothing | `target_itl_ms`, and the gap of the streams belongs to rows of a media chunk or to an encode |
-| what is computed within `max_tick_s` | the decoder has it: `abort` cannot end its decodes |
+| rows computed within `max_tick_s` | the decoder has a `max_tick_s`, and `target_itl_ms` sets no limit |
 | what is best computed together | `separates_prompts`, and a prompt is ready |
 | a row for each decoding sequence is left free | a tick of prompts alone |
 
@@ -215,6 +215,10 @@ class Turns:
         """
         limit_s, aim = self._decoder.max_tick_s, 1.0
         decoding = [s.n_computed for s in turn if s.is_decoding]
+        if (
+            limit_s is not None
+        ):  # where a tick takes long anyway, few rows would not make it shorter
+            limit_s = max(limit_s, 2 * self._cost.ticks.seconds(len(decoding), sum(decoding)))
         if self._target_s is not None and (decoding or n_sets > 1):
             if self._owner in (MEDIA, ENCODER) and decoding and not is_apart:
                 return 0
@@ -224,7 +228,12 @@ class Turns:
         # Any prompt will do: what a chunk attends to costs less than its rows.
         n_computed = max((s.n_computed for s in turn if s.is_ready and s.n_pending > 1), default=0)
         return self._cost.ticks.n_prompt_rows(
-            decoding, n_computed, limit_s, aim=aim, is_apart=is_apart
+            decoding,
+            n_computed,
+            limit_s,
+            aim=aim,
+            is_apart=is_apart,
+            is_gradual=self._target_s is not None,
         )
 
 

@@ -42,7 +42,7 @@ from cllm.engine.llama.encoder import (
     make_embedding_context,
 )
 from cllm.engine.llama.fingerprint import fingerprint, state_key
-from cllm.engine.llama.fit import fitted
+from cllm.engine.llama.fit import check_placement, fitted
 from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
@@ -264,6 +264,7 @@ class LlamaBackend:
     def check_memory(self, loaded: EngineConfig | None) -> None:
         """See `Backend`."""
         check_fits(self._config, loaded)
+        check_placement(self._config)
 
     def check_lora(self, path: Path) -> None:
         """See `Backend`."""
@@ -271,7 +272,9 @@ class LlamaBackend:
         check_lora_file(path, config.model_path)
         if config.rpc:  # a server has one client, this engine: no other process can try the file
             return
-        self._lora_preflight = Preflight(replace(config, lora=((str(path), 1.0),)))
+        # Without GPUs: their memory is taken by this engine.
+        on_cpu = replace(config, n_gpu_layers=0, devices=(), tensor_split=(), override_tensor=())
+        self._lora_preflight = Preflight(replace(on_cpu, lora=((str(path), 1.0),)))
         if self._is_stopping:  # checked last: `stop` may have been called meanwhile
             self._lora_preflight.stop()
         self._lora_preflight.run()

@@ -21,7 +21,7 @@ from cllm.engine.lora import LoraSet
 # Rows, and output rows, that a `PaddedDecoder` may add for each sequence.
 N_PADDING_ROWS = 2
 N_CELLS = 256  # the fewest that a context has
-# Of a backend that ends no decode: a cancel takes effect within two such ticks.
+# Limit of a tick, in seconds, on backends that cannot abort a decode: a cancel takes up to two ticks.
 MAX_TICK_S = 0.5
 
 
@@ -137,7 +137,7 @@ class LlamaDecoder:
         return rows
 
     def warm_up(self, sizes: Iterable[int]) -> None:
-        """Compute batches of so many rows, and forget them: a GPU compiles its code for each kind at first use."""
+        """Decode a batch of each of these sizes, and discard the results: GPUs compile kernels at first use."""
         for n_rows in sizes:
             self.clear()
             self.add(0, [0] * min(n_rows, self.n_batch, self.n_ctx_seq), 0, n_outputs=1)

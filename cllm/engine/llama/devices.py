@@ -39,8 +39,9 @@ def gpus_of(config: EngineConfig) -> tuple[Device, ...]:
     """
     found = {each.name: each for each in devices() if each.is_gpu} if uses_gpu(config) else {}
     if config.devices is not None:
-        return tuple(found[name] for name in config.devices if name in found)
-    own = [each for each in found.values() if each.kind == "gpu"] or [*found.values()]
+        own = [found[name] for name in config.devices if name in found]
+    else:
+        own = [each for each in found.values() if each.kind == "gpu"] or [*found.values()]
     if config.split_mode == "none":
         own = own[config.main_gpu : config.main_gpu + 1]
     return tuple(own)
@@ -54,16 +55,19 @@ def use_processors(config: EngineConfig) -> None:
     InvalidArgumentError
         This process may use none of the processors, or the system has no such call.
     """
+    if config.cpu_mask is not None:
+        _bind(config.cpu_mask)
     if config.numa is not None:
         library().llama_numa_init(NumaStrategy[config.numa.upper()])
-    if config.cpu_mask is None:
-        return
+
+
+def _bind(cpu_mask: str) -> None:
     try:
         allowed = os.sched_getaffinity(os.getpid())
     except AttributeError:  # not on macOS
-        limit = "left out on this system, which binds no threads to processors"
-        raise InvalidArgumentError("cpu_mask", config.cpu_mask, limit) from None
-    if not (wanted := processors_of(config.cpu_mask) & allowed):
+        limit = "None on this system, which cannot bind threads to processors"
+        raise InvalidArgumentError("cpu_mask", cpu_mask, limit) from None
+    if not (wanted := processors_of(cpu_mask) & allowed):
         limit = f"one of the processors that this process may use: {', '.join(map(str, sorted(allowed)))}"
-        raise InvalidArgumentError("cpu_mask", config.cpu_mask, limit)
+        raise InvalidArgumentError("cpu_mask", cpu_mask, limit)
     os.sched_setaffinity(0, wanted)

@@ -36,6 +36,7 @@ def make_embedding_context(
         pooling=pooling,
         n_threads=n_threads,
         flash_attn=config.flash_attn,
+        op_offload=config.op_offload,
     )
 
 

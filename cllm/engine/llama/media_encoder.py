@@ -24,6 +24,7 @@ from cllm.bindings.projector import ChunkShape, MediaChunk, Projector, RowPositi
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.commands import MediaEncoded, MediaMeasured
 from cllm.engine.core.gap_budget import GapBudget
+from cllm.engine.llama.devices import uses_gpu
 from cllm.engine.media import MAX_ROWS, MIN_ROWS, MediaInput, MediaPiece, Shape, kind_of, size_of
 from cllm.engine.thread.backend import Work
 from cllm.errors import (
@@ -101,6 +102,7 @@ class LlamaMediaEncoder:
         self._path = path
         self._config = config
         self._on_gpu = model.is_on_gpu and config.mmproj_offload
+        self._uses_gpu = uses_gpu(config) and config.mmproj_offload
         target_ms = config.target_itl_ms
         self._budget = GapBudget(None if target_ms is None else target_ms / 1000.0, FIRST_AIM)
         lock = threading.RLock()
@@ -384,7 +386,7 @@ class LlamaMediaEncoder:
             self._model,
             self._path,
             n_threads=config.compute_threads[1],
-            use_gpu=config.mmproj_offload,
+            use_gpu=self._uses_gpu,
             image_min_tokens=config.image_min_tokens,
             image_max_tokens=config.image_max_tokens,
             flash_attn=config.flash_attn,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cllm.bindings import Context, EmbeddingContext, MemoryNeeds, Model, memory_needs
 from cllm.engine.config import N_CTX, EngineConfig
-from cllm.engine.llama.devices import gpus_of
+from cllm.engine.llama.devices import gpus_of, placement_of
 from cllm.engine.llama.gguf_header import read_header
 from cllm.engine.llama.preflight import model_files, other_files
 from cllm.errors import CllmError, ModelLoadError
@@ -53,7 +53,8 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
     available = available_bytes()
     if available is None or (config.rpc and config.n_gpu_layers != 0):  # layers are elsewhere
         return
-    available += sum(gpu.n_free_bytes for gpu in gpus_of(config))
+    # An integrated GPU uses the host's memory.
+    available += sum(gpu.n_free_bytes for gpu in gpus_of(config) if gpu.kind == "gpu")
     is_shared = loaded is not None and config.is_mapped and loaded.is_mapped
     shared = set(map(_identity, model_files(loaded))) if loaded and is_shared else set()
     path = str(config.model_path)
@@ -99,7 +100,12 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
     def needs(n_ctx: int) -> MemoryNeeds | None:
         with_cells = replace(config, n_ctx=n_ctx)
         found = [
-            memory_needs(path, partial(made, make, with_cells), n_gpu_layers=config.n_gpu_layers)
+            memory_needs(
+                path,
+                partial(made, make, with_cells),
+                n_gpu_layers=config.n_gpu_layers,
+                placement=placement_of(config, is_main=path == config.model_path),
+            )
             for path, make in planned
         ]
         known = [one for one in found if one is not None]
@@ -218,8 +224,8 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     """Return `n_ctx` for "auto": the model's training length, or less if memory does not allow it.
 
     If each sequence has cells of its own, the training length counts once per sequence.  The KV cache may
-    take half of the memory that the weights leave.  The result is 4096 if the training length or the memory is
-    unknown, as on a GPU or on RPC servers, and never less.
+    take half of the memory that the weights leave.  The result is at least 4096.  It is 4096 if the training
+    length or the free memory is unknown, as on RPC servers and on GPUs that do not report their memory.
 
     Returns
     -------
@@ -246,7 +252,7 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
 
 
 def wanted_n_ctx(config: EngineConfig) -> tuple[int, int]:
-    """Return the number of equal shares of the KV cells, and the cells that memory should allow; 0 if unknown."""
+    """Return the number of KV shares, and of cells wanted; 0 cells if the training length is unknown."""
     n_shares = config.n_seq_max if config.deterministic or config.kv_unified is False else 1
     n_cells = n_trained(config) * n_shares
     return n_shares, max(N_CTX, n_cells) if n_cells else 0

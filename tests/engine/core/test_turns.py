@@ -139,7 +139,7 @@ def test_fewer_rows_decode_than_fill_a_tile_and_everybody_gets_as_many_tokens(
 
 @pytest.mark.parametrize("target_itl_ms", [None, 400.0])
 def test_a_decode_that_abort_cannot_end_is_short(target_itl_ms: float | None) -> None:
-    """A cancel takes effect after it."""
+    """A cancel waits for the end of the decode."""
 
     def longest_s(max_tick_s: float | None) -> float:
         taken = [0.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,16 @@ from typing import Any
 import pytest
 
 from cllm import EngineConfig, ModelLoadError
-from cllm.bindings import Device, MemoryNeeds
+from cllm.bindings import Device, MemoryNeeds, Placement
 from cllm.engine.llama import devices, fit, memory
-from cllm.engine.llama.fit import HOST, ModelOnDevices, fitted, fitting_n_ctx, room_of
+from cllm.engine.llama.fit import (
+    HOST,
+    ModelOnDevices,
+    check_placement,
+    fitted,
+    fitting_n_ctx,
+    room_of,
+)
 from cllm.engine.llama.gguf_header import read_sizes
 from cllm.engine.llama.memory import MIB
 
@@ -28,7 +34,9 @@ def gpu(name: str, n_free: int, n_total: int | None = None, kind: str = "gpu") -
     return Device(name, "a card", kind, n_free * MIB, (n_total or n_free) * MIB)
 
 
-def write_model(path: Path, *, has_experts: bool) -> Path:
+def write_model(
+    path: Path, *, has_experts: bool, is_tied: bool = False, only: str | None = None
+) -> Path:
     """Write the header of a model, and data of the right size that take no room on the disk."""
 
     def text(value: str) -> bytes:
@@ -39,10 +47,14 @@ def write_model(path: Path, *, has_experts: bool) -> Path:
         "context_length": 1 << 17,
     }  # fmt: skip
     tensors = {"token_embd.weight": EMBEDDING, "output.weight": OUTPUT}
+    if is_tied:
+        del tensors["output.weight"]
     for block in range(N_BLOCKS):
         tensors[f"blk.{block}.attn_q.weight"] = DENSE
         if has_experts:
             tensors[f"blk.{block}.ffn_up_exps.weight"] = EXPERT
+    if only is not None:
+        tensors = {only: DENSE}
     data = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values) + 1)
     data += text("general.architecture") + struct.pack("<I", 8) + text("a")
     for name, value in values.items():
@@ -69,18 +81,13 @@ def experts(tmp_path: Path) -> Path:
     return write_model(tmp_path / "experts.gguf", has_experts=True)
 
 
-@pytest.fixture(autouse=True)
-def _no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "_buffers", lambda config, contexts: Counter())
-
-
 def have(monkeypatch: pytest.MonkeyPatch, *gpus: Device) -> None:
     """These GPUs are in the machine."""
     monkeypatch.setattr(devices, "devices", lambda: (*gpus, gpu("CPU", 9999, kind="cpu")))
 
 
 def room(n_mib: int) -> int:
-    """MiB of a GPU of which a model may use so many."""
+    """Return the free MiB of a GPU on which a model may use `n_mib`."""
     return -(-n_mib * 8 // 7)
 
 
@@ -127,7 +134,6 @@ def test_tensors_count_where_llama_cpp_puts_them(
         ((1000, 1000), {"tensor_split": [3, 1]}, {"A": 98, "B": 54}),
         ((1000, 1000), {"tensor_split": [1]}, {"A": 152}),
         ((1000, 1000), {"tensor_split": [0, 1]}, {"B": 152}),
-        ((3000, 1000), {"split_mode": "row"}, {"A": 114, "B": 38}),
     ],
 )
 def test_layers_are_divided_by_free_memory_or_as_asked(
@@ -151,7 +157,8 @@ def test_as_many_layers_as_fit_are_on_the_gpu(
     caplog.set_level("INFO", "cllm.engine")
     assert fitted(configure(dense), []).n_gpu_layers == n_gpu_layers
     n_layers = N_BLOCKS + 1 if n_gpu_layers < 0 else n_gpu_layers
-    assert f"{n_layers} of {N_BLOCKS + 1} layers on GPUs: A " in caplog.text
+    told = f"{n_layers} of {N_BLOCKS + 1} layers on GPUs: A " if n_layers else "no layer fits"
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -169,18 +176,20 @@ def test_experts_leave_a_full_gpu_before_layers_do(
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        ({"n_gpu_layers": 9}, "n_gpu_layers=3 fits"),
-        ({"n_gpu_layers": 2, "n_ctx": 1 << 16}, "n_ctx=.* or n_gpu_layers=1 fits"),
-        ({"tensor_split": [1.0]}, "n_gpu_layers=3 fits"),
+        ({"n_gpu_layers": 9}, "n_gpu_layers=3 would fit"),
+        ({"n_gpu_layers": 2, "n_ctx": 1 << 16}, "n_ctx=.* or n_gpu_layers=1 would fit"),
+        ({"tensor_split": [1.0]}, "n_gpu_layers=3 would fit"),
     ],
 )
-def test_what_was_asked_for_and_does_not_fit_is_rejected_with_what_does(
+def test_explicit_settings_that_do_not_fit_are_rejected_with_settings_that_do(
     options: dict[str, Any], advice: str, dense: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     have(monkeypatch, gpu("A", room(70)))
     config = configure(dense, **options)
-    with pytest.raises(ModelLoadError, match=f"MiB on A, and 70 MiB of 80 free ones.*{advice}"):
+    with pytest.raises(
+        ModelLoadError, match=f"MiB on A, where 70 MiB can be used .80 MiB are free.; {advice}"
+    ):
         fitted(config, [])
     assert fitted(replace(config, allow_overcommit=True), []).n_gpu_layers == config.n_gpu_layers
     assert "MiB on A" in caplog.text
@@ -193,6 +202,7 @@ def test_what_was_asked_for_and_does_not_fit_is_rejected_with_what_does(
         ([gpu("A", 0)], {}),  # a backend that does not know its memory
         ([gpu("A", 1)], {"n_gpu_layers": 0}),
         ([gpu("A", 1)], {"devices": []}),
+        ([gpu("A", 1)], {"split_mode": "row"}),
         ([gpu("A", 1)], {"rpc": ["127.0.0.1:1"], "process": True}),
     ],
 )
@@ -224,8 +234,8 @@ def test_some_memory_stays_free() -> None:
     ("n_mib", "n_ctx", "told"),
     [
         (20_000, 1 << 17, "131,072 tokens of context, on GPUs"),
-        (1000, 8192, "the GPUs have no room for 131,072"),
-        (50, 4096, "the GPUs have no room for 131,072"),
+        (1000, 8192, "131,072 do not fit on the GPUs"),
+        (50, 4096, "131,072 do not fit on the GPUs"),
     ],
 )
 def test_the_context_is_as_long_as_the_gpus_have_room(
@@ -249,13 +259,78 @@ def test_the_context_takes_the_place_of_experts_only_if_they_do_not_fit(
 
 
 def test_buffers_count_on_their_device(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
     have(monkeypatch, gpu("A", room(160)))
     needs = MemoryNeeds(0, 60 * MIB, {"A": 50 * MIB, "CPU": 10 * MIB})
     monkeypatch.setattr(fit, "memory_needs", lambda *_, **__: needs)
     planned: Any = [(dense, None)]
     assert fitted(configure(dense), []).n_gpu_layers == -1
     assert fitted(configure(dense), planned).n_gpu_layers == 6
+
+
+def test_buffers_are_measured_again_for_what_is_chosen(
+    experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in host memory are copied to a GPU for large batches."""
+
+    def needs(*_: object, placement: Placement, **__: object) -> MemoryNeeds:
+        return MemoryNeeds(0, 0, {"A": (200 if placement.overrides else 10) * MIB})
+
+    have(monkeypatch, gpu("A", room(800)))
+    monkeypatch.setattr(fit, "memory_needs", needs)
+    planned: Any = [(experts, None)]
+    assert fitted(configure(experts), planned).n_cpu_moe == 4
+
+
+def test_the_measured_cache_counts_more_than_the_header(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(monkeypatch, gpu("A", room(160)))
+    monkeypatch.setattr(fit, "memory_needs", lambda *_, **__: MemoryNeeds(64 * MIB, 0))
+    planned: Any = [(dense, None)]
+    config = configure(dense)  # 32 MiB of cells by the header
+    assert fitted(config, planned).n_gpu_layers == 7
+    drafts: Any = [(Path("draft.gguf"), None)]
+    assert fitted(config, drafts).n_gpu_layers == 5
+
+
+@pytest.mark.parametrize("n_free", [0, 50])
+def test_a_gpu_that_others_fill_gets_nothing(
+    n_free: int, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(monkeypatch, gpu("A", n_free, 24_000))
+    monkeypatch.setattr(fit, "memory_needs", lambda *_, **__: MemoryNeeds(0, 0, {"A": 9 * MIB}))
+    planned: Any = [(dense, None)]
+    assert fitted(configure(dense), planned).n_gpu_layers == 0
+    assert fitting_n_ctx(configure(dense, n_ctx="auto"))[0] == 4096
+
+
+def test_a_model_without_an_output_has_its_embedding_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "tied.gguf", has_experts=False, is_tied=True)
+    config = configure(path)
+    found = ModelOnDevices(config, [gpu("A", 9999)]).bytes(config)
+    assert {name: round(n / MIB) for name, n in found.items()} == {"A": 142, HOST: 30}
+
+
+@pytest.mark.parametrize("name", ["blk.999999999999.a", "blk.600.a", "nothing"])
+def test_a_file_with_senseless_layers_is_left_to_llama_cpp(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(monkeypatch, gpu("A", 100))
+    path = write_model(tmp_path / "odd.gguf", has_experts=False, only=name)
+    assert fitted(configure(path), []).n_gpu_layers == -1
+    assert fitting_n_ctx(configure(path, n_ctx="auto"))[0] >= 4096
+
+
+def test_explicit_layers_are_checked_before_another_model_is_freed(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have(monkeypatch, gpu("A", room(70)))
+    check_placement(configure(dense))
+    check_placement(configure(dense, n_gpu_layers=3))
+    with pytest.raises(ModelLoadError, match="n_gpu_layers=3 would fit"):
+        check_placement(configure(dense, n_gpu_layers=9))
 
 
 def test_a_model_that_is_shared_with_gpus_counts_their_memory(
