@@ -6,7 +6,7 @@ rows learn to be the embeddings of the 64 characters of the picture's caption (`
 text model reads as it reads a text.  So the text model is trained first, without pictures, and stays as it is.
 
     pip install torch==2.13.0 numpy gguf pillow
-    python -m tools.train_encoder cllm/models/cllm-tiny.gguf        # about an hour, 2 cores
+    python -m tools.train_encoder cllm/models/cllm-tiny.gguf        # about two hours, one core
 
 Fonts for the digits make the encoder see more kinds of them: `--fonts DejaVuSans.ttf …`.
 """
@@ -28,7 +28,17 @@ from torch.nn import functional as F  # noqa: N812  # its usual name
 
 from tools.train_model import learn, learning_rate_at, optimizers_of
 from tools.training_network import N_EMBD as N_TEXT
-from tools.training_pictures import COLOURS, DIGITS, SHAPES, SIDE, Picture, make_picture
+from tools.training_pictures import (
+    COLOURS,
+    DIGITS,
+    N_COLOUR,
+    N_NAME,
+    N_PLACE,
+    SHAPES,
+    SIDE,
+    Picture,
+    make_picture,
+)
 
 N_LAYER, N_EMBD, N_HEAD, N_FF = 5, 96, 4, 384
 PATCH = 8
@@ -37,9 +47,9 @@ N_ROWS = GRID * GRID
 EPS = 1e-5
 THINGS = (*SHAPES, *DIGITS)
 NO_THING, N_PLACES = len(THINGS), 9
-SPACE = 32
 N_PICTURES = 96  # of a batch
-STAGES = ((1400, 0.6), (400, 0.15))  # of captions: steps, and the factor on the peak rate
+SHARPNESS = 12  # of the choice between characters
+STAGES = ((4600, 0.8), (800, 0.2))  # of captions: steps, and the factor on the peak rate
 
 
 class Layer(nn.Module):
@@ -225,8 +235,21 @@ def captions(pictures: Sequence[Picture]) -> Tensor:
     return torch.tensor([list(picture.scene.caption.encode()) for picture in pictures])
 
 
+def weights_of(pictures: Sequence[Picture]) -> Tensor:
+    """Return the weights of the characters of captions: a name counts as much as the rest together."""
+    weights = torch.full((len(pictures), N_ROWS), 0.2)
+    for row, picture in zip(weights, pictures, strict=True):
+        for start, character in enumerate(picture.scene.caption):
+            if character != " ":
+                row[start] = 1.0
+        for index, thing in enumerate(picture.scene.things):
+            start = index * (N_COLOUR + N_NAME + N_PLACE) + N_COLOUR
+            row[start : start + len(thing.name)] = 8.0 / len(thing.name)
+    return weights
+
+
 def caption_loss(embeddings: Tensor) -> Loss:
-    """Return the loss of giving the embeddings of a caption; characters that are no space weigh more.
+    """Return the loss of giving the embeddings of a caption.
 
     A row must be nearer to the embedding of its character than to that of any other, and near to it at all.
     """
@@ -236,9 +259,9 @@ def caption_loss(embeddings: Tensor) -> Loss:
     def loss_of(rows: Tensor, pictures: list[Picture]) -> Tensor:
         wanted = captions(pictures)
         away = torch.cdist(rows.flatten(0, 1), embeddings) / near
-        each = F.cross_entropy(-4 * away, wanted.flatten(), reduction="none")
+        each = F.cross_entropy(-SHARPNESS * away, wanted.flatten(), reduction="none")
         own = away.gather(1, wanted.flatten()[:, None])[:, 0]
-        weight = torch.where(wanted.flatten() == SPACE, 0.3, 1.0)
+        weight = weights_of(pictures).flatten()
         return ((each + own) * weight).sum() / weight.sum()
 
     return loss_of

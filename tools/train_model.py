@@ -61,7 +61,9 @@ from tools.training_tasks import (
     random_text,
 )
 
-SUMS_STAGE = 6
+# Shares of the weights at the ends of stages, by the stage that they replace.  Stage 6 is better at sums, the one
+# before it at the ends of counts.  Stages 8 and 9 see pictures, and stage 6 is better at the tasks before.
+BLENDS = {6: {5: 0.5, 6: 0.5}, 9: {6: 0.13, 8: 0.35, 9: 0.52}}
 
 
 # --- Rows of examples ------------------------------------------------------------------------
@@ -250,6 +252,20 @@ def export(model: Transformer, path: Path, report: dict[str, Tally]) -> None:
     writer.close()
 
 
+def copy_of(model: Transformer) -> dict[str, Tensor]:
+    """Return a copy of the weights."""
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def blended(ended: dict[int, dict[str, Tensor]], shares: dict[int, float]) -> dict[str, Tensor]:
+    """Return the weighted mean of the weights of several stages; the shares add up to 1."""
+    names = next(iter(ended.values()))
+    return {
+        name: torch.stack([share * ended[stage][name] for stage, share in shares.items()]).sum(0)
+        for name in names
+    }
+
+
 def load(model: Transformer, path: Path) -> None:
     """Load the weights of an exported model."""
     tensors = {
@@ -357,17 +373,27 @@ def main() -> None:
         # Pictures and greetings, and all other tasks.
         (
             0.3,
+            [Phase(640, 20, 650, 80, 200, 0.2, (44, 26, 6, 24), 0.7, 2.0, True, 0.25, 0.35, 0.1)],
+        ),
+        # The same again.
+        (
+            0.4,
             [
-                Phase(640, 20, 800, 80, 200, 0.2, (44, 26, 6, 24), 0.7, 2.0, True, 0.25, 0.35, 0.1),
+                Phase(640, 20, 650, 80, 200, 0.2, (44, 26, 6, 24), 0.7, 2.0, True, 0.2, 0.4, 0.07),
                 Phase(
-                    1280, 10, 700, 220, 400, 0.25, (44, 26, 6, 24), 0.7, 2.0, True, 0.3, 0.2, 0.05
+                    1280, 10, 450, 220, 400, 0.25, (44, 26, 6, 24), 0.7, 2.0, True, 0.3, 0.25, 0.05
                 ),
             ],
         ),
         # The same again, at a lower learning rate.
         (
             0.1,
-            [Phase(1280, 10, 500, 220, 400, 0.25, (46, 28, 6, 20), 0.6, 2.0, True, 0.3, 0.2, 0.05)],
+            [Phase(1280, 10, 400, 220, 400, 0.25, (46, 28, 6, 20), 0.6, 2.0, True, 0.3, 0.2, 0.05)],
+        ),
+        # All tasks, after the blend.
+        (
+            0.07,
+            [Phase(768, 16, 170, 120, 300, 0.2, (28, 50, 8, 14), 0.5, 1.5, True, 0.2, 0.27, 0.08)],
         ),
     ]
 
@@ -377,16 +403,15 @@ def main() -> None:
     log(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     if arguments.resume:
         load(model, arguments.resume)
+    ended = {arguments.stage - 1: copy_of(model)}
     for number, (peak, phases) in enumerate(stages):
         if number < arguments.stage:
             continue
-        before = {name: weight.clone() for name, weight in model.state_dict().items()}
         train(model, phases, arguments.seed + number, peak, log)
-        if number == SUMS_STAGE:
-            # This stage is better at sums, the one before it at the ends of counts.  The mean of their weights
-            # is good at both.
-            last = model.state_dict()
-            model.load_state_dict({name: (before[name] + last[name]) / 2 for name in last})
+        ended[number] = copy_of(model)
+        if number in BLENDS:
+            model.load_state_dict(blended(ended, BLENDS[number]))
+            ended[number] = copy_of(model)
         if arguments.checkpoint:
             export(model, arguments.checkpoint, {})
     report = evaluate(model, 2000, 220, MAX_NOTE_TOKENS)

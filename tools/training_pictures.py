@@ -324,13 +324,11 @@ def questions_about(scene: Scene) -> list[tuple[str, str]]:
     for thing in scene.things:
         is_digit = thing.name in DIGITS
         alike = [other for other in scene.things if (other.name in DIGITS) == is_digit]
-        calls = [f"the {thing.name}"]
         if len(alike) == 1:
-            calls.append("the digit" if is_digit else "the shape")
             found.append((DIGIT[0] if is_digit else SHAPE[0], thing.name))
-        if len(scene.things) == 1:
-            calls.append("it")
-        for call in calls:
+        # Of two things the model does not learn to find one by its name.
+        calls = ("it", f"the {thing.name}", "the digit" if is_digit else "the shape")
+        for call in calls if len(scene.things) == 1 else ():
             found += [
                 (COLOUR[0].format(call), thing.colour),
                 (WHERE[0].format(call), thing.where),
