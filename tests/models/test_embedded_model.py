@@ -204,7 +204,7 @@ async def test_a_question_without_a_picture_is_answered_with_a_hint(engine: Engi
         ("hello", HELLO),
         ("Hi!", HELLO),
         ("What can you do?", ABILITIES),
-        ("help", ABILITIES),
+        ("What are you able to do?", ABILITIES),
         ("Who are you?", NAME),
         ("Thanks!", WELCOME),
         ("Bye", GOODBYE),
