@@ -116,7 +116,7 @@ test-vulkan-smoke:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@tools/fetch_vulkan_library.sh build/vulkan-npm
 	@CLLM_LIBRARY=build/vulkan-npm $(LAVAPIPE) .venv/bin/python -m pytest -q -m gpu --timeout=900 tests/gpu \
-	  -k "share_the_layers and not options or shared or rejected_by_name" $(PYTEST_ARGS)
+	  -k "prefixes_are_shared or rejected_by_name" $(PYTEST_ARGS)
 
 test-cuda-compile:
 	@PYTHON=$(PYTHON) tools/setup.sh dev

@@ -87,7 +87,7 @@ TASKS = {"repeat": repeating, "reverse": reversing, "count": counting}
 # Of 60: what may be wrong.  The README has the measured accuracy over thousands.
 MAX_WRONG = {"repeat": 3, "reverse": 1, "count": 2}
 # Of chats every byte of up to four turns counts.
-MIN_ACCURACY = {"dialogue": 0.8, "picture": 0.96, "greeting": 0.97}
+MIN_ACCURACY = {"dialogue": 0.84, "picture": 0.95, "greeting": 0.92}
 
 
 async def n_wrong(engine: Engine, questions: list[tuple[str, str]]) -> int:
