@@ -183,9 +183,7 @@ class ModelOnDevices:
 
     def _places(self, config: EngineConfig) -> list[dict[str, float]]:
         """Return for each layer, the output last, the devices and the part of the layer on each."""
-        n_gpu = (
-            self.n_layers if config.n_gpu_layers < 0 else min(config.n_gpu_layers, self.n_layers)
-        )
+        n_gpu = self._n_on_gpus(config)
         shares = [*config.tensor_split, *[0.0] * len(self._gpus)][: len(self._gpus)]
         if not any(shares):
             shares = [float(gpu.n_free_bytes) for gpu in self._gpus]
@@ -255,9 +253,7 @@ def _automatic(
     for _ in range(N_MEASURED_MAX):
         if found is None:
             break
-        if (
-            found is not config
-        ):  # its buffers may be larger: weights in host memory are copied there
+        if found is not config:  # weights in host memory are copied to larger buffers
             model.measure(found, contexts)
         if model.fits(found):
             return found
