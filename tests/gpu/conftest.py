@@ -11,7 +11,7 @@ from cllm.bindings import Device, devices
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """What a GPU computes does not depend on the event loop."""
+    """Return one event loop: the results of a GPU are the same with each."""
     return "asyncio"
 
 

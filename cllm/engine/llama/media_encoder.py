@@ -102,7 +102,6 @@ class LlamaMediaEncoder:
         self._path = path
         self._config = config
         self._on_gpu = model.is_on_gpu and config.mmproj_offload
-        self._uses_gpu = uses_gpu(config) and config.mmproj_offload
         target_ms = config.target_itl_ms
         self._budget = GapBudget(None if target_ms is None else target_ms / 1000.0, FIRST_AIM)
         lock = threading.RLock()
@@ -386,7 +385,7 @@ class LlamaMediaEncoder:
             self._model,
             self._path,
             n_threads=config.compute_threads[1],
-            use_gpu=self._uses_gpu,
+            use_gpu=config.mmproj_offload and uses_gpu(config),
             image_min_tokens=config.image_min_tokens,
             image_max_tokens=config.image_max_tokens,
             flash_attn=config.flash_attn,
