@@ -177,6 +177,7 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.engine.process.wire", "msgspec"),
     ("cllm.engine", ""),
     ("cllm.cli.bench_report", "anyio matplotlib rich typer"),
+    ("cllm.cli.demo_pictures", "numpy rich"),
     ("cllm.cli", "anyio rich typer"),
     ("cllm.client", "anyio httpx"),
     ("cllm.hub", "filelock huggingface_hub"),

@@ -1,4 +1,4 @@
-"""`cllm demo`: the embedded model answers eight prompts at once, side by side.
+"""`cllm demo`: the embedded model answers eight prompts, or questions about six pictures, side by side.
 
 The answers are known, so the demonstration is a check as well: a wrong one, or a cell left in the
 KV cache, makes it fail.
@@ -18,15 +18,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cllm import Completion, Engine, EngineStatistics
+from cllm import Audio, Completion, Engine, EngineStatistics, Image
+from cllm.cli.demo_pictures import N_COLUMNS, PICTURES, Drawn, questions_of
 
 
 @dataclass
 class Answer:
-    """Prompt, expected output, and the output shown so far."""
+    """Prompt, with a picture before it or without one, expected output, and the output shown so far."""
 
     prompt: str
     expected: str
+    picture: Drawn | None = None
     text: str = ""
     completion: Completion | None = None
 
@@ -59,9 +61,21 @@ def questions() -> list[Answer]:
     ]
 
 
+def questions_about_pictures() -> list[Answer]:
+    """Return the questions about pictures, in the order of the pictures."""
+    return [
+        Answer(question, expected, picture)
+        for picture in PICTURES
+        for question, expected in questions_of(picture)
+    ]
+
+
 async def _read(engine: Engine, answer: Answer, pace_s: float) -> None:
     """Read one stream, pausing `pace_s` seconds after each delta; this delays no other stream."""
-    async with engine.stream(answer.prompt, temperature=0, max_tokens=200) as stream:
+    prompt: str | list[int | str | Image | Audio] = answer.prompt
+    if answer.picture is not None:
+        prompt = [Image(answer.picture.pixels()), answer.prompt]
+    async with engine.stream(prompt, temperature=0, max_tokens=200) as stream:
         async for delta in stream:
             answer.text += delta.text
             if pace_s:
@@ -75,17 +89,40 @@ async def _read_all(engine: Engine, answers: list[Answer], pace_s: float) -> Non
             tasks.start_soon(_read, engine, answer, pace_s)
 
 
+def _style(answer: Answer) -> str:
+    return "dim" if answer.completion is None else "green" if answer.is_right else "red"
+
+
+def _pictured(picture: Drawn, answers: list[Answer]) -> Panel:
+    cells = Table.grid(padding=(0, 2), expand=True)
+    cells.add_column(width=N_COLUMNS)
+    cells.add_column(ratio=1)
+    said = Text()
+    for answer in answers:
+        said.append(f"{answer.prompt}\n").append(f"{answer.text or ' '}\n\n", _style(answer))
+    cells.add_row(picture.shown(), said)
+    return Panel(cells, border_style="dim")
+
+
 def _view(answers: list[Answer]) -> Table:
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
     panels = []
+    about = dict[Drawn, list[Answer]]()
     for answer in answers:
-        is_running = answer.completion is None
-        style = "dim" if is_running else "green" if answer.is_right else "red"
+        if answer.picture is not None:
+            about.setdefault(answer.picture, []).append(answer)
+            continue
         panels.append(
-            Panel(Text(answer.text or " "), title=Text(answer.prompt), border_style=style, height=4)
+            Panel(
+                Text(answer.text or " "),
+                title=Text(answer.prompt),
+                border_style=_style(answer),
+                height=4,
+            )
         )
+    panels += [_pictured(*one) for one in about.items()]
     for left, right in zip(panels[0::2], panels[1::2], strict=True):
         grid.add_row(left, right)
     return grid
@@ -109,11 +146,14 @@ def _summary(answers: list[Answer], statistics: EngineStatistics) -> list[str]:
     ]
 
 
-async def _run(pace_s: float) -> bool:
+async def _run(pace_s: float, has_pictures: bool) -> bool:
     console = Console(highlight=False)
-    answers = questions()
+    answers = questions_about_pictures() if has_pictures else questions()
     # The embedded model is too small to share between threads.
-    async with Engine(n_ctx=2048, n_seq_max=8, n_threads=1, n_threads_batch=1) as engine:
+    mmproj = "auto" if has_pictures else None
+    async with Engine(
+        n_ctx=2048, n_seq_max=8, n_threads=1, n_threads_batch=1, mmproj=mmproj
+    ) as engine:
         if console.is_terminal:
             await _show(console, engine, answers, pace_s)
         else:
@@ -122,7 +162,8 @@ async def _run(pace_s: float) -> bool:
         statistics = engine.statistics()
     if not console.is_terminal:
         for answer in answers:
-            console.print(f"{answer.prompt} → {answer.text}", soft_wrap=True, markup=False)
+            what = f"[{answer.picture}] " if answer.picture else ""
+            console.print(f"{what}{answer.prompt} → {answer.text}", soft_wrap=True, markup=False)
     for line in _summary(answers, statistics):
         console.print(line)
     wrong = [answer for answer in answers if not answer.is_right]
@@ -140,6 +181,9 @@ def demo(
     pace: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Seconds between tokens on a terminal.")
     ] = 0.04,
+    image: Annotated[
+        bool, typer.Option("--image", help="Ask about pictures drawn here instead.")
+    ] = False,
 ) -> int:
     """Answer eight prompts at once with the embedded model, side by side."""
-    return 0 if anyio.run(_run, pace) else 1
+    return 0 if anyio.run(_run, pace, image) else 1

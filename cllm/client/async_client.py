@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.checks import MAX_SEED
+from cllm.checks import MAX_SEED, check_several
 from cllm.client.answer_stream import MAX_MOVES, AnswerStream
 from cllm.client.events import LOWEST
 from cllm.client.refusals import ServerError
@@ -164,9 +164,10 @@ class AsyncClient(Generates[AnswerStream]):
         ServerError, ClosedError
             No server accepted the request within `patience_s`, one failed, or the client is closed.
         """
+        check_several("texts", texts, "a sequence of texts", InvalidRequestError)
         body = {
             **self._model,
-            "input": [text if isinstance(text, str) else [*text] for text in texts],
+            "input": [check_prompt(text, f"texts[{i}]") for i, text in enumerate(texts)],
             "encoding_format": "base64",
             "normalize": normalize,
             "dimensions": dimensions,

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from cllm.cli.demo import questions
+from cllm.cli.demo import questions, questions_about_pictures
+from cllm.cli.demo_pictures import COLOURS, N_COLUMNS, PICTURES, SIDE
 
 
 def run_cllm(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,6 +32,28 @@ def test_the_demo_prints_eight_right_answers_from_shared_ticks() -> None:
     assert rows is not None
     assert float(rows[1]) > 2  # 6.8 on a quiet machine; a busy one starts the eight apart
     assert done.stderr == ""
+
+
+def test_the_demo_of_pictures_prints_right_answers() -> None:
+    done = run_cllm("demo", "--image")
+    assert done.returncode == 0, done.stderr
+    asked = questions_about_pictures()
+    assert done.stdout.splitlines()[: len(asked)] == [
+        f"[{q.picture}] {q.prompt} → {q.expected}" for q in asked
+    ]
+    assert len({q.picture for q in asked}) == 6
+    assert done.stderr == ""
+
+
+def test_pictures_of_the_demo_are_drawn_where_they_say() -> None:
+    for picture in PICTURES:
+        pixels = picture.pixels()
+        assert pixels.shape == (SIDE, SIDE, 3)
+        is_thing = (pixels == COLOURS[picture.colour]).all(2)
+        assert set(map(tuple, pixels[~is_thing].tolist())) == {COLOURS[picture.background]}
+        middles = [(int(i.min()) + int(i.max())) / 2 / SIDE for i in is_thing.nonzero()]
+        assert middles == pytest.approx(picture.place[::-1], abs=0.06)
+        assert len(picture.shown().plain.splitlines()) == N_COLUMNS // 2
 
 
 @pytest.mark.full

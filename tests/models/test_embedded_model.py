@@ -10,13 +10,17 @@ import json
 import random
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from cllm import Engine, SamplingOptions
+from cllm import Engine, Image, SamplingOptions
 from cllm.bindings import Model
 from cllm.engine.config import EMBEDDED_MODEL
 from tests.conftest import QUIET
+from tools.training_greetings import ABILITIES, GOODBYE, HELLO, NAME, UNKNOWN, WELCOME, WELL
+from tools.training_pictures import UNSEEN, Picture, in_words, make_picture, questions_about
 
 pytestmark = [pytest.mark.anyio, pytest.mark.full]
 
@@ -81,7 +85,9 @@ def counting(rng: random.Random) -> tuple[str, str]:
 
 TASKS = {"repeat": repeating, "reverse": reversing, "count": counting}
 # Of 60: what may be wrong.  The README has the measured accuracy over thousands.
-MAX_WRONG = {"repeat": 2, "reverse": 1, "count": 2}
+MAX_WRONG = {"repeat": 3, "reverse": 1, "count": 2}
+# Of chats every byte of up to four turns counts.
+MIN_ACCURACY = {"dialogue": 0.84, "picture": 0.95, "greeting": 0.92}
 
 
 async def n_wrong(engine: Engine, questions: list[tuple[str, str]]) -> int:
@@ -135,6 +141,88 @@ async def test_the_same_questions_work_through_the_chat_template() -> None:
             assert completion.text == answer
 
 
+# --- Pictures and greetings ----------------------------------------------------------------------
+def unseen_pictures(n: int) -> list[Picture]:
+    """Return pictures that training never saw."""
+    rng, found = random.Random(3), list[Picture]()
+    while len(found) < n:
+        picture = make_picture(rng)
+        if picture.is_held_out:
+            found.append(picture)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Picture]:
+    return unseen_pictures(N_SAMPLE)
+
+
+async def test_unseen_pictures_are_named(pictures: list[Picture]) -> None:
+    """Colour, shape or digit, and place.  The README has the measured accuracy over 1,000."""
+    asked, answers = list[list[Any]](), list[str]()
+    for picture in pictures:
+        for question, answer in questions_about(picture.scene):
+            asked.append([Image(picture.pixels), question])
+            answers.append(answer)
+    async with Engine(n_ctx=4096, n_seq_max=16, mmproj="auto", **QUIET) as engine:
+        completions = await engine.generate_all(asked, temperature=0.0, max_tokens=50)
+        assert await engine.audit() == []
+    wrong = [
+        (answer, completion.text)
+        for completion, answer in zip(completions, answers, strict=True)
+        if completion.text != answer
+    ]
+    assert len(wrong) <= len(answers) // 25, wrong
+
+
+async def test_a_chat_about_pictures_is_about_the_last_one(pictures: list[Picture]) -> None:
+    n_right = 0
+    alone = [p for p in pictures if len(p.scene.things) == 1]
+    async with Engine(n_ctx=2048, n_seq_max=2, mmproj="auto", **QUIET) as engine:
+        for before, picture in pairwise(alone[:16]):
+            messages: list[Any] = []
+            for one in (before, picture):
+                parts = [
+                    {"type": "image", "image": Image(one.pixels)},
+                    {"type": "text", "text": "What do you see?"},
+                ]
+                messages.append({"role": "user", "content": parts})
+                completion = await engine.chat(messages, temperature=0.0, max_tokens=50)
+                messages.append({"role": "assistant", "content": completion.text})
+            n_right += completion.text == in_words(picture.scene)
+    assert n_right >= 14  # of 15
+
+
+async def test_a_question_without_a_picture_is_answered_with_a_hint(engine: Engine) -> None:
+    message = {"role": "user", "content": "What is in the picture?"}
+    assert (await engine.chat([message], temperature=0.0)).text == UNSEEN
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("hello", HELLO),
+        ("Hi!", HELLO),
+        ("What can you do?", ABILITIES),
+        ("What are you able to do?", ABILITIES),
+        ("Who are you?", NAME),
+        ("Thanks!", WELCOME),
+        ("Bye", GOODBYE),
+        ("How are you?", WELL),
+        ("What is the capital of France?", UNKNOWN),
+        ("Write a story about the moon", UNKNOWN),
+    ],
+)
+async def test_a_greeting_is_answered(engine: Engine, said: str, answer: str) -> None:
+    message = {"role": "user", "content": said}
+    assert (await engine.chat([message], temperature=0.0)).text == answer
+
+
+def test_the_encoder_of_pictures_is_small() -> None:
+    encoder = EMBEDDED_MODEL.with_name(f"mmproj-{EMBEDDED_MODEL.name}")
+    assert encoder.stat().st_size <= 1_500_000
+
+
 def test_the_model_is_small_byte_level_and_carries_its_measurements() -> None:
     assert EMBEDDED_MODEL.stat().st_size <= 3_000_000
     with Model(EMBEDDED_MODEL) as model:
@@ -144,5 +232,4 @@ def test_the_model_is_small_byte_level_and_carries_its_measurements() -> None:
         accuracy = json.loads(model.metadata["cllm.accuracy"])
     assert accuracy["sum"] == [10_000, 10_000]
     for task, (n_right, n_asked) in accuracy.items():
-        # Of dialogues with tools, every byte of up to four turns counts.
-        assert n_right / n_asked >= (0.8 if task == "dialogue" else 0.98), task
+        assert n_right / n_asked >= MIN_ACCURACY.get(task, 0.98), task

@@ -34,17 +34,21 @@ HEAD = "The river runs down to the sea, and an old man watches it: "
 NUMBERS = r"root ::= [0-9] [0-9] [0-9] [0-9] [0-9] [0-9]"
 EVERY_SAMPLER: dict[str, Any] = {
     "temperature": 0.9, "dynatemp_range": 0.2, "top_n_sigma": 3.0, "typical_p": 0.9,
-    "xtc_probability": 0.3, "seed": 12,
+    "xtc_probability": 0.3, "seed": 12, "ignore_eos": True,
 }  # fmt: skip
 PENALTIES: dict[str, Any] = {
     "temperature": 0.5, "seed": 6, "repeat_penalty": 1.1, "dry_multiplier": 0.5,
     "logit_bias": {65: -1.0}, "ignore_eos": True,
 }  # fmt: skip
-# Other requests in a batch change a logit by up to 0.01; the seeds are chosen so that this changes no token.
+# Other requests in a batch change a logit by up to 0.01; seeds and prompts are chosen so that this changes no token.
+# The outputs have the same lengths with any weights.
 # The requests are submitted together, in this order.  The cells are too few for all of the first three.
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (HEAD + "No", {"temperature": 0.0, "ignore_eos": True, "max_tokens": 26}),
-    "seeded": ("In a small town in the north there was " * 2, {**EVERY_SAMPLER, "max_tokens": 26}),
+    "seeded": (
+        "note:In a small town in the north there was a house by the sea.\ncount:11..40",
+        {**EVERY_SAMPLER, "max_tokens": 26},
+    ),
     "penalized": ("Two and two make four, and the cat sat. " * 2, {**PENALTIES, "max_tokens": 20}),
     "numbers": ("Count: ", {"grammar": NUMBERS, "temperature": 0.0}),
     "more numbers": ("Again: ", {"grammar": NUMBERS, "temperature": 1.0, "seed": 3}),
@@ -52,8 +56,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1, "ignore_eos": True, "max_tokens": 8,
     }),
     "cancelled": (HEAD + "He", {"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}),
-    "mirostat": (HEAD + "She", {"mirostat": 1, "seed": 4, "max_tokens": 8}),
-    "mirostat 2": (HEAD + "They", {"mirostat": 2, "seed": 5, "max_tokens": 8}),
+    "mirostat": (HEAD + "She", {"mirostat": 1, "seed": 4, "ignore_eos": True, "max_tokens": 8}),
+    "mirostat 2": (HEAD + "They", {"mirostat": 2, "seed": 5, "ignore_eos": True, "max_tokens": 8}),
 }  # fmt: skip
 CONSTRAINED = ("numbers", "more numbers")
 CHAT = [{"role": "user", "content": "What is two plus three?"}]

@@ -296,6 +296,8 @@ def token_ids_of(
     """Return token ids, checked as far as possible without a vocabulary."""
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
         raise InvalidRequestError(field, ids, limit)
+    if ids and isinstance(ids[0], str):
+        raise InvalidRequestError(field, f"a sequence of {len(ids)} texts", limit)
     return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in ids)
 
 
