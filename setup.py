@@ -2,10 +2,12 @@
 platform.
 
 An editable install builds nothing here: `build_llama.sh` links the library into the package.
+The variable `CLLM_BUILD_OPTIONS` has more options for `build_llama.sh`, such as `--vulkan`.
 """
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -29,6 +31,7 @@ class BuildWithLibrary(build_py):
 def build_library(target: Path) -> None:
     """Build libllama with portable CPU flags: the wheel will travel to other machines."""
     command = [str(HERE / "build_llama.sh"), "--portable", "--verbose", "--prefix", str(target)]
+    command += shlex.split(os.environ.get("CLLM_BUILD_OPTIONS", ""))
     # The interpreter that pip builds with, and no other, has the build requirements.
     environment = os.environ | {"PYTHON": sys.executable}
     last, shown = "", -1

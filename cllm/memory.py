@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from cllm.processors import cgroup_directories
+from cllm.shared_libraries import c_library
 
 MEMINFO = Path("/proc/meminfo")
 LARGE = 4 << 20
 
 _make_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _make_bytes.restype, _make_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
-_madvise: Any = getattr(ctypes.CDLL(None), "madvise", None)
+_madvise: Any = getattr(c_library(), "madvise", None)
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

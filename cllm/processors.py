@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cllm.checks import MAX_THREADS
+from cllm.system import allowed_processors
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -42,19 +43,18 @@ class Processors(NamedTuple):
 
 
 def usable_processors(within: Collection[int] | None = None) -> Processors:
-    """Return the processors that this process may use; on macOS, all of them, each counted as a core.
+    """Return the processors that this process may use; on macOS and Windows, all of them, each counted as a core.
 
     Parameters
     ----------
     within : collection of int, optional
         Only those with these numbers, if there are any.
     """
-    try:
-        allowed = os.sched_getaffinity(0)
-        allowed = allowed.intersection(within or allowed) or allowed
-    except AttributeError:  # not on macOS
+    allowed = allowed_processors()
+    if allowed is None:
         n_processors = os.cpu_count() or 1
         return Processors(n_processors, n_processors, None)
+    allowed = allowed.intersection(within or allowed) or allowed
     siblings = set()
     for processor in allowed:
         path = TOPOLOGY / f"cpu{processor}/topology/thread_siblings_list"

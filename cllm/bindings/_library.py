@@ -15,7 +15,6 @@ import collections
 import ctypes
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from cllm.bindings import _llama_h as h
 from cllm.bindings._functions import Functions
 from cllm.bindings._layout import layouts_of, record_of
 from cllm.errors import LibraryError, LibraryNotFoundError
+from cllm.shared_libraries import c_library, file_of, library_file
+from cllm.system import call_in_forks
 
 logger = logging.getLogger("cllm.llama")
 
@@ -40,6 +41,11 @@ _LOGGING_LEVEL: dict[int, int] = {
 GPUS = (h.DeviceType.GPU, h.DeviceType.IGPU)
 SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 N_SPINS = "10000"
+GPU_BACKENDS = {
+    "cuda": b"CUDA",
+    "hip": b"ROCm",
+    "vulkan": b"Vulkan",
+}  # by the end of the file's name
 RPC = b"RPC"  # the backend whose devices are in other machines
 N_ERRORS_MAX = 4  # reported errors of one call: the first is the cause, the next are consequences
 # Enough for a model load at debug level; when full, the oldest lines go.
@@ -56,18 +62,7 @@ def _on_fork() -> None:
     _library_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_on_fork)
-
-
-class _DlInfo(ctypes.Structure):
-    """`Dl_info` of dlfcn.h: the file from which an address was loaded."""
-
-    _fields_ = [
-        ("dli_fname", ctypes.c_char_p),
-        ("dli_fbase", ctypes.c_void_p),
-        ("dli_sname", ctypes.c_char_p),
-        ("dli_saddr", ctypes.c_void_p),
-    ]
+call_in_forks(_on_fork)
 
 
 class Library(Functions):
@@ -90,7 +85,7 @@ class Library(Functions):
         # libc's `strlen` over a two-byte flag is a `bool (*)(void *)` that costs nothing: the
         # abort callback runs after every graph node, where a Python function would need the GIL.
         abort_type = h.DECLARATIONS.callbacks["ggml_abort_callback"]
-        self.read_flag: Any = ctypes.cast(ctypes.CDLL(None).strlen, abort_type)
+        self.read_flag: Any = ctypes.cast(c_library().strlen, abort_type)
         self.can_abort: bool = not self.read_flag(b"\0\0") and bool(self.read_flag(b"\1\0"))
         log_type = h.DECLARATIONS.callbacks["ggml_log_callback"]
         self._log_callback = log_type(_on_log)  # kept alive as long as the library may call it
@@ -134,6 +129,16 @@ class Library(Functions):
         backend = self.ggml_backend_dev_backend_reg(device)
         is_here = self.ggml_backend_reg_name(backend) != RPC
         return is_here and self.ggml_backend_dev_type(device) in GPUS
+
+    def unloaded_backends(self) -> Iterator[tuple[Path, str]]:
+        """Yield each file of a GPU backend that is beside the library and could not be loaded, and the reason."""
+        for name, backend in GPU_BACKENDS.items():
+            path = self.path.with_name(self.path.name.replace("llama", f"ggml-{name}"))
+            if path.exists() and not self.ggml_backend_reg_by_name(backend):
+                try:
+                    ctypes.CDLL(str(path))
+                except OSError as error:
+                    yield path, str(error)
 
     def check_rpc(self) -> None:
         """Raise an error if the library has no RPC.
@@ -179,10 +184,7 @@ class Library(Functions):
         """Return the file with the code that computes on the CPU; in a portable library, the backend in use."""
         cpu = self.ggml_backend_reg_by_name(b"CPU")
         function = self.ggml_backend_reg_get_proc_address(cpu, b"ggml_backend_set_n_threads")
-        found = _DlInfo()
-        dladdr = ctypes.CDLL(None).dladdr
-        dladdr(ctypes.c_void_p(function), ctypes.byref(found))
-        return Path(os.fsdecode(found.dli_fname))
+        return file_of(function)
 
 
 def library() -> Library:
@@ -291,7 +293,7 @@ def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
 
 def _find() -> Path:
     override = os.environ.get("CLLM_LIBRARY")
-    name = "libllama.dylib" if sys.platform == "darwin" else "libllama.so"
+    name = library_file("llama")
     if override:
         folder = Path(override)
         candidates = [

@@ -41,7 +41,7 @@ def media_library() -> MediaLibrary:
 
 
 def _load(lib: _library.Library) -> MediaLibrary:
-    path = lib.path.with_name(lib.path.name.replace("libllama", "libmtmd"))
+    path = lib.path.with_name(lib.path.name.replace("llama", "mtmd"))
     if not path.is_file():
         path = lib.path
     is_left_out = lib.record.get("media") is False

@@ -18,6 +18,7 @@ from cllm import CllmError, EngineConfig, EngineOptions, InvalidArgumentError
 from cllm.cli.imports import importing
 from cllm.cli.options import TOY, EngineFlags, ServerFlags, with_flags
 from cllm.errors import extra
+from cllm.system import can_pass_descriptors
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
@@ -39,7 +40,7 @@ def serve(
     """Serve a model over HTTP: /generate, OpenAI's endpoints, /docs."""
     # Child processes must not inherit the key.
     os.environ.pop("CLLM_API_KEY", None)
-    process = bool(engine.given.get("process", True))
+    process = bool(engine.given.get("process", can_pass_descriptors()))
     config = server.config()
     # While this process imports the server, that of the engine imports the engine.
     with _engine_process() if process and fake is None else nullcontext():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from cllm.bindings._llama_h import LLAMA_CPP_COMMIT, LLAMA_CPP_VERSION
 from cllm.doctor.findings import Check, Status
 from cllm.errors import AbiMismatchError, LibraryError
 from cllm.memory import available_bytes
+from cllm.system import lockable_bytes
 
 MIB = 1 << 20
 # Texts for the values of `amx` (Intel's matrix tiles) in the record of `build_llama.sh`.
@@ -40,19 +40,22 @@ def installation_checks() -> Iterator[Check]:
     yield check_version(record, loaded.llama_version().decode())
     yield check_build(record)
     yield check_cpu(record, _cpu_name(), system_info(), loaded.cpu_backend().name)
-    yield check_gpus(devices())
+    yield check_gpus(devices(), loaded.unloaded_backends())
     if "amx" in record:
         yield check_amx(record)
 
 
-def check_gpus(found: Sequence[Device]) -> Check:
-    """Return the GPUs that the library can use, with their memory."""
+def check_gpus(found: Sequence[Device], unloaded: Iterable[tuple[Path, str]] = ()) -> Check:
+    """Return the GPUs that the library can use, with their memory, and the backends that cannot be loaded."""
     gpus = [
         f"{gpu.name}: {gpu.description}, {gpu.n_free_bytes / MIB:,.0f} of {gpu.n_total_bytes / MIB:,.0f} MiB free"
         for gpu in found
         if gpu.is_gpu
     ]
-    return Check("GPU", Status.OK, "; ".join(gpus) or "none that this library can use")
+    told = "; ".join(gpus) or "none that this library can use"
+    for path, reason in unloaded:
+        told += f"; {path.name} is not loaded: {reason}"
+    return Check("GPU", Status.OK, told)
 
 
 def llama_version() -> str:
@@ -151,8 +154,8 @@ def memory_check(model_bytes: int) -> Check:
     model_bytes : int
         Size of the weights.
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    may_lock = "all" if soft == resource.RLIM_INFINITY else f"{soft / MIB:,.0f} MiB"
+    n_bytes = lockable_bytes()
+    may_lock = "all" if n_bytes is None else f"{n_bytes / MIB:,.0f} MiB"
     return check_memory(model_bytes, available_bytes(), may_lock)
 
 

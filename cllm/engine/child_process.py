@@ -1,17 +1,16 @@
 """Run a module of cllm in a process of its own, so that a crash ends that process alone.
 
-Start each child with `child_command`, `child_environment` and `process_group=0`.  The process group
-keeps a terminal's Ctrl-C away from the child.  Never start a child in a new session.  Linux schedules
-each session as a group of its own (`kernel.sched_autogroup_enabled`).  One busy program in another
-session then takes most of a processor from the child (measured: 2 tokens/s instead of 37).
+Start each child with `child_command`, `child_environment` and `OWN_GROUP`.  Its process group keeps
+a terminal's Ctrl-C away from the child.  Never start a child in a new session.  Linux schedules each
+session as a group of its own (`kernel.sched_autogroup_enabled`).  One busy program in another session
+then takes most of a processor from the child (measured: 2 tokens/s instead of 37).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -24,9 +23,16 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from cllm.errors import ClosedError
+from cllm.system import SIGKILL, disable_core_files
 
 START_S = 60.0
 MAX_READ = 1 << 16
+# Settings of `subprocess.Popen` that keep a terminal's Ctrl-C away from a child.
+OWN_GROUP: dict[str, Any] = {"process_group": 0}
+if hasattr(subprocess, "CREATE_NEW_PROCESS_GROUP"):  # Windows
+    OWN_GROUP = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+POLL_S = 0.005  # Windows cannot wait for a pipe and a deadline at once
+_alarm: threading.Timer | None = None
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -40,17 +46,41 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def limit_memory(n_bytes: int) -> None:
-    """Limit the growth of this process to `n_bytes` of address space; do nothing without `/proc`."""
-    sizes = Path("/proc/self/statm")
-    if not sizes.exists():
+def end_after(seconds: int) -> None:
+    """End this process after so many seconds, even during an endless native call; 0: do not.
+
+    A later call replaces the limit.  Without SIGALRM a thread ends the process: a native call that keeps the GIL
+    then delays the end.
+    """
+    if hasattr(signal, "alarm"):
+        signal.alarm(seconds)
         return
-    present = int(sizes.read_text().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = present + n_bytes
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    global _alarm
+    if _alarm is not None:
+        _alarm.cancel()
+    _alarm = threading.Timer(seconds, os._exit, (1,)) if seconds else None
+    if _alarm is not None:
+        _alarm.daemon = True
+        _alarm.start()
+
+
+def is_readable(stream: IO[bytes], limit_s: float) -> bool:
+    """Return True as soon as a pipe has data or has ended; False after `limit_s` seconds."""
+    if os.name == "posix":
+        poll = select.poll()
+        poll.register(stream, select.POLLIN)
+        return bool(poll.poll(max(0.0, 1000 * limit_s)))
+    import _winapi
+    import msvcrt
+
+    handle = msvcrt.get_osfhandle(stream.fileno())  # type: ignore[attr-defined, unused-ignore]
+    deadline = time.monotonic() + limit_s
+    with suppress(BrokenPipeError):  # it has ended
+        while not _winapi.PeekNamedPipe(handle)[0]:  # type: ignore[attr-defined, unused-ignore]
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+    return True
 
 
 def answers_of_this_process() -> TextIO:
@@ -58,7 +88,7 @@ def answers_of_this_process() -> TextIO:
 
     From then on, output of libraries to standard output goes to standard error.
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    disable_core_files()
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
     return answers
@@ -78,17 +108,17 @@ def answer_requests(
     answer : callable
         Called with the fields of a request as keyword arguments; returns the fields of the answer.
     alarm_s : int
-        Seconds after which SIGALRM ends this process during an answer.  An orphan in an endless call would
+        Seconds of an answer after which this process ends.  An orphan in an endless call would
         never see that its input has ended.
     """
     reply = ready
     while True:
-        signal.alarm(0)
+        end_after(0)
         print(json.dumps(reply), file=answers, flush=True)  # to the parent process
         request = sys.stdin.buffer.readline()
         if not request:
             return
-        signal.alarm(alarm_s)
+        end_after(alarm_s)
         reply = answer(**json.loads(request))
 
 
@@ -193,7 +223,7 @@ class JsonChild:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=child_environment(),
-                process_group=0,
+                **OWN_GROUP,
             )
             self._process = process
             self._finalizer = weakref.finalize(self, _end_leaked, process, os.getpid())
@@ -269,13 +299,11 @@ def read_until(stream: IO[bytes], deadline: float) -> Iterator[bytes]:
     TooSlowError
         The output has not ended at the deadline.
     """
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        # The deadline is checked before each read: a process may write for ever.
-        while (left_s := deadline - time.monotonic()) > 0 and selector.select(left_s):
-            if not (data := os.read(stream.fileno(), MAX_READ)):
-                return
-            yield data
+    # The deadline is checked before each read: a process may write for ever.
+    while (left_s := deadline - time.monotonic()) > 0 and is_readable(stream, left_s):
+        if not (data := os.read(stream.fileno(), MAX_READ)):
+            return
+        yield data
     raise TooSlowError
 
 
@@ -289,7 +317,7 @@ def how_ended(code: int) -> str:
     """
     if code >= 0:
         return f"status {code}"
-    if code == -signal.SIGKILL:
+    if code == -SIGKILL:
         return "SIGKILL (the kernel sends it when memory runs out)"
     try:
         return signal.Signals(-code).name

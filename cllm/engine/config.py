@@ -40,6 +40,7 @@ from cllm.settings import (
     setting,
     settings_of,
 )
+from cllm.system import can_pass_descriptors
 
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: the most sequence ids that libllama supports
 AUTO: Final = "auto"
@@ -493,6 +494,9 @@ class EngineConfig:
         if self.cpu_mask is not None and self.numa in ("distribute", "isolate"):
             limit = f"left out with numa={self.numa!r}, which binds threads itself"
             raise InvalidArgumentError("cpu_mask", self.cpu_mask, limit)
+        if self.process and not can_pass_descriptors():
+            limit = "False on this system, whose processes inherit no descriptors"
+            raise InvalidArgumentError("process", True, limit)
         if self.rpc and not self.process:
             limit = (
                 "left out without process=True: a server that dies ends the process that uses it"

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 import sys
 import warnings
 
-from cllm.engine.child_process import limit_memory
+from cllm.engine.child_process import end_after
 from cllm.engine.media_limits import (
     MAX_RATE,
     MAX_SAMPLES,
@@ -25,6 +23,7 @@ from cllm.engine.media_limits import (
     is_audio,
 )
 from cllm.errors import InvalidRequestError, MissingExtraError, extra
+from cllm.system import limit_memory, lower_priority
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_CHANNELS = 64
@@ -111,8 +110,8 @@ def samples_of(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
 
 def main(seconds: str, wanted: str) -> None:
     """Decode standard input; SIGALRM ends the process after `seconds`."""
-    signal.alarm(int(seconds))
-    os.nice(NICE)
+    end_after(int(seconds))
+    lower_priority(NICE)
     warnings.simplefilter("ignore")  # damaged metadata does no harm
     data, content = sys.stdin.buffer.read(), b""
     name, intact = KINDS["image" if wanted == "image" else "audio"]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 import sys
 import threading
 from dataclasses import replace
@@ -19,12 +17,14 @@ import anyio
 import numpy as np
 
 from cllm.engine.audio import Audio
+from cllm.engine.child_process import end_after
 from cllm.engine.config import EngineConfig
 from cllm.engine.engine import Engine
 from cllm.engine.image import Image
 from cllm.engine.llama.preflight import LOADED
 from cllm.engine.llama.shapes import misfit
 from cllm.errors import CllmError, ModelLoadError
+from cllm.system import disable_core_files
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 1 + 1 ="
 N_TOKENS = 4
@@ -33,11 +33,9 @@ STDIN, STDOUT = 0, 1
 
 
 def main(seconds: str) -> None:
-    """Try the model, write the result, and exit; SIGALRM ends the process after `seconds`."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(
-        int(seconds)
-    )  # an orphan in an endless call might not see that its input has ended
+    """Try the model, write the result, and exit; the process ends after `seconds`."""
+    disable_core_files()
+    end_after(int(seconds))  # an orphan in an endless call might not see that its input has ended
     config = EngineConfig(**json.loads(sys.stdin.buffer.readline()))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     reason = path = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import signal
 import socket
@@ -18,11 +17,13 @@ from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.http.connections import (
     N_AT_ONCE,
+    N_DESCRIPTORS,
     Connections,
     n_connections_max,
-    raise_descriptor_limit,
 )
 from cllm.server.http.protocol import WireLimits, protocol_with
+from cllm.shared_libraries import c_library
+from cllm.system import raise_descriptor_limit
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # After `drain_timeout_s`, the drain cancels the running requests.  uvicorn's limit comes so many
@@ -42,7 +43,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
-        n_max = n_connections_max(raise_descriptor_limit(), config.max_connections)
+        n_max = n_connections_max(raise_descriptor_limit(N_DESCRIPTORS), config.max_connections)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -106,7 +107,7 @@ def return_large_blocks() -> None:
 
     Otherwise it keeps such blocks after the first has been freed: bodies with images, and their pixels.
     """
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+    if (mallopt := getattr(c_library(), "mallopt", None)) is not None:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 

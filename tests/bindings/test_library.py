@@ -20,6 +20,8 @@ from cllm.bindings._library import Library
 from cllm.bindings._llama_h import C_PREFIX, DECLARATIONS, PARAMETERS
 from cllm.bindings._media_library import media_library
 from cllm.bindings._mtmd_h import DECLARATIONS as MEDIA_DECLARATIONS
+from cllm.doctor.findings import Status
+from cllm.doctor.installation import check_gpus
 from cllm.errors import AbiMismatchError, LibraryError
 
 
@@ -61,6 +63,22 @@ def test_a_portable_library_looks_beside_itself_and_nowhere_else() -> None:
 def test_a_library_without_code_for_this_cpu_says_so() -> None:
     with pytest.raises(LibraryError, match="no backend in /somewhere/lib runs on this machine"):
         Library.start(StandIn(0, 0))  # type: ignore[arg-type]
+
+
+def test_the_file_of_a_backend_that_cannot_be_loaded_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = library()
+    monkeypatch.setattr(loaded, "path", tmp_path / "libllama.so")
+    monkeypatch.setitem(_library.GPU_BACKENDS, "cpu", b"CPU")  # a registered one
+    for name in ("libggml-hip.so", "libggml-cpu.so"):
+        (tmp_path / name).write_bytes(b"no library")
+    ((path, reason),) = loaded.unloaded_backends()
+    assert path == tmp_path / "libggml-hip.so"
+    assert "libggml-hip.so" in reason
+    told = check_gpus([], [(path, reason)])
+    assert told.status is Status.OK
+    assert told.text.endswith(f"; libggml-hip.so is not loaded: {reason}")
 
 
 def test_the_file_that_computes_lies_beside_the_library() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def build_with(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def build_with(script: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run setup.py beside this build_llama.sh."""
     shutil.copy(ROOT / "setup.py", folder)
     builder = folder / "build_llama.sh"
@@ -18,7 +19,7 @@ def build_with(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     builder.chmod(0o755)
     return subprocess.run(
         [sys.executable, "setup.py", "build_py"],
-        cwd=folder, capture_output=True, text=True, check=False,
+        cwd=folder, capture_output=True, text=True, check=False, env=os.environ | environment,
     )  # fmt: skip
 
 
@@ -26,6 +27,12 @@ def test_the_library_is_built_with_the_interpreter_that_builds_the_wheel(tmp_pat
     done = build_with('echo "$PYTHON $*"', tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"{sys.executable} --portable --verbose --prefix " in done.stdout
+
+
+def test_more_options_of_the_build_come_from_a_variable(tmp_path: Path) -> None:
+    done = build_with('printf "<%s>" "$@"', tmp_path, CLLM_BUILD_OPTIONS="--vulkan --jobs '1'")
+    assert done.returncode == 0, done.stderr
+    assert "<--vulkan><--jobs><1>" in done.stdout
 
 
 def test_a_build_that_fails_ends_with_one_line_that_says_why(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from cllm.server.http.connections import (
     N_MIN,
     Connections,
     n_connections_max,
-    raise_descriptor_limit,
 )
+from cllm.system import raise_descriptor_limit
 from tests.conftest import some_in_fast
 from tests.server.conftest import COMMAND, ENDLESS, QUIET_OPTIONS, Server, running
 
@@ -66,7 +66,7 @@ def test_the_limit_follows_from_the_descriptors_that_there_may_be(
 ) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 500), hard))
-    assert raise_descriptor_limit() == min(hard, 65536)
+    assert raise_descriptor_limit(65536) == min(hard, 65536)
     monkeypatch.setattr(connections, "_n_open", lambda: 20)
     assert n_connections_max(80, None) == 28
     assert n_connections_max(30, None) == N_MIN

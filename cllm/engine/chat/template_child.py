@@ -26,7 +26,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
 
-from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
+from cllm.engine.child_process import answer_requests, answers_of_this_process
+from cllm.system import limit_memory
 
 MAX_TEXT = 4 << 20  # characters of the output
 MAX_PROGRAMS = 4  # compiled: a model has one template, or two

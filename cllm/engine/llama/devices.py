@@ -9,6 +9,7 @@ from cllm.bindings._llama_h import NumaStrategy
 from cllm.engine.config import EngineConfig
 from cllm.engine.device_settings import override_pairs, processors_of
 from cllm.errors import InvalidArgumentError
+from cllm.system import allowed_processors
 
 
 def placement_of(config: EngineConfig, *, is_main: bool = True) -> Placement:
@@ -62,11 +63,10 @@ def use_processors(config: EngineConfig) -> None:
 
 
 def _bind(cpu_mask: str) -> None:
-    try:
-        allowed = os.sched_getaffinity(os.getpid())
-    except AttributeError:  # not on macOS
+    allowed = allowed_processors(os.getpid())
+    if allowed is None:
         limit = "None on this system, which cannot bind threads to processors"
-        raise InvalidArgumentError("cpu_mask", cpu_mask, limit) from None
+        raise InvalidArgumentError("cpu_mask", cpu_mask, limit)
     if not (wanted := processors_of(cpu_mask) & allowed):
         limit = f"one of the processors that this process may use: {', '.join(map(str, sorted(allowed)))}"
         raise InvalidArgumentError("cpu_mask", cpu_mask, limit)

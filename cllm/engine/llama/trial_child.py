@@ -10,18 +10,18 @@ standard input ends.
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from functools import partial
 
 from cllm.bindings import Model, Vocabulary
-from cllm.engine.child_process import answer_requests, answers_of_this_process, limit_memory
+from cllm.engine.child_process import answer_requests, answers_of_this_process, end_after
 from cllm.engine.constraints.llguidance import Guidance
 from cllm.engine.file_content import FileContent, loading
 from cllm.engine.plain_values import of_plain
 from cllm.engine.thread.worker_thread import STACK_BYTES, start_thread
 from cllm.errors import CllmError, InvalidRequestError
+from cllm.system import limit_memory
 
 N_STEPS = 32
 WALK_S = 0.8  # of processor time: other busy processes do not count
@@ -30,7 +30,7 @@ START_ALARM_S, TRIAL_ALARM_S = 90, 10
 
 def main(content: FileContent, memory_bytes: int) -> None:
     """Answer until the input ends."""
-    signal.alarm(START_ALARM_S)
+    end_after(START_ALARM_S)
     answers = answers_of_this_process()
     try:
         with loading([content]):

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import queue
-import resource
 import socket
 import sys
 import threading
@@ -53,6 +52,7 @@ from cllm.engine.thread.inference_thread import InferenceThread
 from cllm.engine.thread.interrupter import Abortable, Interrupter
 from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import WorkerThreads, start_thread
+from cllm.system import disable_core_files
 
 BEAT_S = 0.5
 
@@ -209,7 +209,7 @@ def _beat(thread: InferenceThread, to_parent: ToParent, parent: int) -> None:
 
 def main() -> None:
     """See the module."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    disable_core_files()
     faulthandler.enable(all_threads=False)
     os.dup2(2, 1)  # output of libraries goes to standard error
     fd, shared = sys.argv[1:]

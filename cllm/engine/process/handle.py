@@ -6,8 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import select
-import signal
 import socket
 import time
 from collections.abc import Iterable
@@ -23,6 +21,7 @@ from cllm.engine.process.batch_record import BatchRecord, Underway
 from cllm.engine.process.frames import FrameReader, framed
 from cllm.engine.process.wire import Beat, SetLogLevel, ToChild, encode_commands
 from cllm.errors import CllmError
+from cllm.system import SIGKILL, is_stopped
 
 MAX_READ = 1 << 16
 # A tick hangs after `hang_timeout_s` if its processor time is less than this share of its duration.
@@ -142,9 +141,11 @@ class ProcessHandle:
     @property
     def has_unread(self) -> bool:
         """True if something has come that was not read."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return bool(poll.poll(0))
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        return True
 
     def on_beat(self, beat: Beat) -> None:
         """Note a sign of life and what the process is doing."""
@@ -174,10 +175,7 @@ class ProcessHandle:
     @property
     def is_stopped(self) -> bool:
         """True if a signal such as SIGSTOP has paused the process; its requests are not the cause."""
-        with contextlib.suppress(OSError):
-            flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.pid, flags) is not None
-        return False
+        return is_stopped(self.pid)
 
     def listen(self) -> bool:
         """Copy the process's standard error to that of this process; return False if there is no more now."""
@@ -205,7 +203,7 @@ class ProcessHandle:
         last_words = self._last_words.decode("utf-8", "replace").strip()
         underway = self._batch.read()
         self._batch.close()
-        return Ending(_crash_of(code, last_words), code == -signal.SIGKILL, underway)
+        return Ending(_crash_of(code, last_words), code == -SIGKILL, underway)
 
 
 def _log_level() -> int:

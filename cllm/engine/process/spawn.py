@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import IO
 
-from cllm.engine.child_process import child_command, child_environment
+from cllm.engine.child_process import OWN_GROUP, child_command, child_environment
 from cllm.engine.process.batch_record import memory_file
 
 
@@ -45,7 +45,7 @@ class Spawned:
                     stderr=subprocess.PIPE,
                     env=child_environment(),
                     pass_fds=fds,
-                    process_group=0,
+                    **OWN_GROUP,
                 )
             on_error.pop_all()
         self.socket.setblocking(False)

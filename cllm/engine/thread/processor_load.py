@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cllm.engine.core.thread_tuner import ProcessorLoad
+from cllm.system import allowed_processors
 
 PROC = Path("/proc")
 # Columns of /proc/stat and of /proc/PID/stat, see proc(5).
@@ -46,7 +47,7 @@ class ProcessorReader:
 
     def __init__(self, relatives: Sequence[int] = ()) -> None:
         self._relatives = relatives
-        self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+        self._tick_s = 1.0 / os.sysconf("SC_CLK_TCK") if PROC.exists() else 0.0
         self._last = self._reading()
 
     def read(self) -> ProcessorLoad | None:
@@ -89,7 +90,7 @@ class ProcessorReader:
             if name.startswith(("cpu", "procs_running"))
         }
         # Processors of the main thread: an OpenMP runtime may bind a compute thread to one processor.
-        numbers = os.sched_getaffinity(os.getpid())
+        numbers = allowed_processors(os.getpid()) or ()
         times = [lines[f"cpu{number}"] for number in numbers]
         idle = sum(of_one[column] for of_one in times for column in IDLE_COLUMNS)
         stolen = sum(of_one[STOLEN_COLUMN] for of_one in times)

@@ -7,7 +7,6 @@ accepts, and streams stall.
 from __future__ import annotations
 
 import logging
-import resource
 from pathlib import Path
 from typing import Protocol
 
@@ -75,19 +74,6 @@ class Connections:
                 "%d connections are open, the limit (--max-connections): new ones close idle ones",
                 self.n_max,
             )
-
-
-def raise_descriptor_limit() -> int:
-    """Raise the soft limit of file descriptors towards 65536, and return it; 65536 if it is infinite."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = N_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(N_DESCRIPTORS, hard)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return N_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError):  # macOS allows fewer than it says
-        return soft
-    return wanted
 
 
 def n_connections_max(n_descriptors: int, wanted: int | None) -> int:
