@@ -152,11 +152,12 @@ cpu_line() { grep -m 1 -E "^($1)" /proc/cpuinfo 2>/dev/null || true; }
 
 # The arguments of cmake that change the library, in `flags`.
 choose_flags() {
-  local compiler_flags=() linker_flags=() build_type=Release
+  local compiler_flags=() linker_flags=() build_type=Release beside=\$ORIGIN
+  if [[ $(uname -s) == Darwin ]]; then beside=@loader_path; fi
   # Plain file names and sonames: a wheel cannot carry symbolic links.
   flags=(
     -DBUILD_SHARED_LIBS=ON -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON
-    -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=\$ORIGIN;\$ORIGIN/../lib"
+    -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=$beside;$beside/../lib"
     -DGGML_CCACHE=OFF "-DGGML_RPC=$rpc" -DLLAMA_{ALL_WARNINGS,OPENSSL}"=OFF"
     -DLLAMA_BUILD_{APP,EXAMPLES,TESTS}"=OFF" "-DLLAMA_BUILD_COMMIT=$commit"
     -DLLAMA_BUILD_MTMD=ON -DMTMD_VIDEO=OFF
@@ -215,7 +216,7 @@ commit_of() {
 # What llama.cpp calls itself, such as 0.5.0, with the number of commits if there is a history.
 version_of() {
   local name number=''
-  name=$(sed -n 's/^set(LLAMA_VERSION_[MP][A-Z]* *\([0-9]*\))$/\1/p' "$1/CMakeLists.txt" | paste -sd .)
+  name=$(sed -n 's/^set(LLAMA_VERSION_[MP][A-Z]* *\([0-9]*\))$/\1/p' "$1/CMakeLists.txt" | paste -sd . -)
   if [[ $(commit_of "$1") != unknown ]]; then number=-b$(git -C "$1" rev-list --count HEAD); fi
   printf '%s' "${name:-unknown}$number"
 }
@@ -377,7 +378,9 @@ make_portable() {
   # why that is no evidence.  Without it, such a CPU gets the same but for the tiles (zen4).
   rm -f "$stage"/lib/libggml-cpu-sapphirerapids.so
   variants=("$stage"/lib/libggml-cpu-*.so)
-  ldd "${variants[0]}" | awk '$1 ~ /^lib(g|i)?omp/ { print $3 }' | xargs -r cp -L -t "$stage/lib"
+  # Apple's compiler has no OpenMP.
+  [[ $(uname -s) == Darwin ]] || ldd "${variants[0]}" |
+    awk '$1 ~ /^lib(g|i)?omp/ { print $3 }' | xargs -r cp -L -t "$stage/lib"
   # Programs look for the variants beside themselves; an RPC server for what it is to compute with, too.
   if [[ $rpc == ON ]]; then variants=("$stage"/lib/libggml-{cpu-*,rpc,cuda,vulkan,metal}.so); fi
   if ((${#programs[@]})); then
@@ -461,7 +464,7 @@ link_into_package() {
   [[ $(readlink "$link" 2>/dev/null) != "$installed" ]] || return 0
   [[ ! -e $link || -L $link ]] || fail "$link is not a link; remove it first"
   ln -s "$installed" "$link.$$"
-  mv -T "$link.$$" "$link"
+  "$python" -c 'import os, sys; os.replace(*sys.argv[1:])' "$link.$$" "$link"  # mv -T is GNU's
 }
 
 # DIR is replaced as a whole, so it has to be ours: --prefix /usr must not empty /usr.

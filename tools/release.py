@@ -6,7 +6,8 @@ The source distribution, the wheel for this platform, an SBOM (CycloneDX) and SH
 DIRECTORY (default: dist).  The wheel is built from the source distribution, and has the variants of libllama
 for all CPUs and its Vulkan backend.  Its name has the glibc that it needs.  The wheel is installed into a new environment whose
 PATH has no compiler.  There `cllm --version`, `doctor`, `demo`, `serve` and its page must work.
-Nothing is uploaded.  The first run takes a quarter of an hour on two cores.
+Nothing is uploaded.  The first run takes half an hour on two cores, and needs Debian's packages `glslc`,
+`libvulkan-dev` and `spirv-headers`.
 
 The tools are those of the extra `release`; `make release` installs it and calls this.
 """
