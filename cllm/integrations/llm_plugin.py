@@ -18,10 +18,18 @@ from typing import Any, TypeVar
 import llm
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.lowlevel import current_token
-from llm.parts import ReasoningPart, StreamEvent, TextPart, ToolCallPart, ToolResultPart
+from llm.parts import (
+    AttachmentPart,
+    Message,
+    ReasoningPart,
+    StreamEvent,
+    TextPart,
+    ToolCallPart,
+    ToolResultPart,
+)
 from pydantic import Field
 
-from cllm import Completion, Engine, TokenDelta, TokenStream
+from cllm import Audio, Completion, Engine, Image, TokenDelta, TokenStream
 from cllm.hub.cache import cached_models
 from cllm.hub.download import find_model
 from cllm.hub.names import PREFIX, is_name
@@ -29,6 +37,10 @@ from cllm.integrations.caller import Caller
 
 R = TypeVar("R")
 N_TEXTS = 256  # texts that `llm` passes to one call of `embed_batch`
+ATTACHMENTS = {
+    *(f"image/{name}" for name in ("bmp", "gif", "jpeg", "png", "webp")),
+    *(f"audio/{name}" for name in ("aiff", "flac", "mp3", "mpeg", "ogg", "wav", "wave", "x-wav")),
+}
 
 
 class Engines:
@@ -52,7 +64,8 @@ class Engines:
         if self._portal is None:
             self._portal = self._owned.enter_context(start_blocking_portal())
         path = find_model(model) if model is not None and is_name(model) else model
-        engine = Engine(path, n_ctx="auto", n_seq_max=4, pooling="mean" if embeds else None)
+        pooling, mmproj = ("mean", None) if embeds else (None, "auto")
+        engine = Engine(path, n_ctx="auto", n_seq_max=4, pooling=pooling, mmproj=mmproj)
         self._owned.enter_context(self._portal.wrap_async_context_manager(engine))
         return engine, Caller(self._portal.call(_token))
 
@@ -96,6 +109,7 @@ class _Common:
     can_stream = True
     supports_schema = True
     supports_tools = True
+    attachment_types = ATTACHMENTS
     Options = Options
 
     def __init__(self, model_id: str = "cllm", model: str | None = None) -> None:
@@ -140,7 +154,7 @@ class AsyncCllmModel(_Common, llm.AsyncModel):
     ) -> AsyncGenerator[str | StreamEvent]:
         """Yield the reasoning, the text and the tool calls of the answer; set the usage of `response`."""
         engine, _ = await asyncio.to_thread(self._engine, prompt)
-        chat, given = _chat_of(prompt), self._given(prompt)
+        chat, given = await asyncio.to_thread(_chat_of, prompt), self._given(prompt)
 
         async def begin() -> TokenStream:
             return await engine.stream_chat(chat, **given).__aenter__()
@@ -189,29 +203,45 @@ def _chat_of(prompt: llm.Prompt) -> list[dict[str, Any]]:
     """Return the conversation up to and with a prompt, as messages in OpenAI's format.
 
     Results of tools are messages, and reasoning is `reasoning_content`.  A system prompt is there where it changes.
+    Attachments are read here, from files or addresses.
     """
     chat: list[dict[str, Any]] = []
     system: str | None = None
     for message in prompt.messages:
-        text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
+        content = _content_of(message)
         if message.role == "system":
-            if text != system:  # each prompt of a conversation has it again
-                chat.append({"role": "system", "content": text})
-            system = text
+            if content != system:  # each prompt of a conversation has it again
+                chat.append({"role": "system", "content": content})
+            system = str(content)
             continue
         results = [part for part in message.parts if isinstance(part, ToolResultPart)]
         chat += [
             {"role": "tool", "tool_call_id": part.tool_call_id or "", "content": part.output}
             for part in results
         ]
-        said: dict[str, Any] = {"role": message.role, "content": text}
+        said: dict[str, Any] = {"role": message.role, "content": content}
         if thought := "".join(p.text for p in message.parts if isinstance(p, ReasoningPart)):
             said["reasoning_content"] = thought
         if calls := [_call_of(p) for p in message.parts if isinstance(p, ToolCallPart)]:
             said["tool_calls"] = calls
-        if message.role != "tool" and (text or calls):
+        if message.role != "tool" and (content or calls):
             chat.append(said)
     return chat
+
+
+def _content_of(message: Message) -> str | list[dict[str, Any]]:
+    """Return the text of a message; with attachments, its texts, images and recordings in their order."""
+    parts: list[dict[str, Any]] = []
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            parts.append({"type": "text", "text": part.text})
+        elif isinstance(part, AttachmentPart) and (given := part.attachment) is not None:
+            is_audio = (given.resolve_type() or "").startswith("audio/")
+            kind, make = ("audio", Audio) if is_audio else ("image", Image)
+            parts.append({"type": kind, kind: make(given.content_bytes())})
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 def _call_of(part: ToolCallPart) -> dict[str, Any]:

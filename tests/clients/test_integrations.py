@@ -63,7 +63,7 @@ def answer(prompt: str) -> str | FakeAnswer:
             return FakeAnswer(tool_calls=[(name, {"name": "Paris"})])
     if "weather" in prompt.rsplit("user:", 1)[-1]:
         return CALL
-    if "<image>and<audio>" in prompt:
+    if "<image>and<audio>" in prompt or "and<image><audio>" in prompt:  # `llm` puts the text first
         return "Both"
     return '{"name": "Paris"}' if "JSON" in prompt else "Hello there"
 
@@ -272,15 +272,19 @@ def test_llm_prompts_converses_and_calls_tools() -> None:
     conversation = model.conversation()
     assert conversation.prompt("Hi", system="Be brief.").text() == "Hello there"
     assert conversation.prompt("Hi again").text() == "Hello there"
+    attachments = [llm.Attachment(content=PNG), llm.Attachment(content=WAV)]
+    assert model.prompt("and", attachments=attachments).text() == "Both"
 
 
 @pytest.mark.usefixtures("plugin")
 def test_llm_in_an_event_loop_and_its_vectors() -> None:
-    async def ask() -> tuple[str, str]:
+    async def ask() -> tuple[str, str, str]:
         model = llm.get_async_model("cllm")
         chain = model.chain("What is the weather in Paris?", tools=[get_weather])
-        return await model.prompt("Hi").text(), await chain.text()
+        attachments = [llm.Attachment(content=PNG), llm.Attachment(content=WAV)]
+        both = model.prompt("and", attachments=attachments)
+        return await model.prompt("Hi").text(), await chain.text(), await both.text()
 
-    assert asyncio.run(ask()) == ("Hello there", SAID)
+    assert asyncio.run(ask()) == ("Hello there", SAID, "Both")
     vectors = list(llm.get_embedding_model("cllm").embed_multi(["a", "b", "a"]))
     assert vectors[0] == vectors[2] != vectors[1]
