@@ -2,7 +2,7 @@
 platform.
 
 An editable install builds nothing here: `build_llama.sh` links the library into the package.
-The variable `CLLM_BUILD_OPTIONS` has more options for `build_llama.sh`, such as `--vulkan`.
+The environment variable `CLLM_BUILD_OPTIONS` passes further options to `build_llama.sh`, such as `--vulkan`.
 """
 
 import os

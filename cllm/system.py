@@ -1,11 +1,12 @@
-"""Calls of the operating system that Linux, macOS and Windows do not share, each with an equivalent.
+"""Calls of the operating system that macOS or Windows lacks, each with a fallback.
 
-cllm is tested on Linux.  There, `tests/test_system.py` runs it without the functions that macOS or Windows lack
+cllm is tested on Linux.  There, `tests/test_system.py` removes these functions and runs it
 ([docs/building.md](../docs/building.md#other-systems)).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -79,12 +80,12 @@ def raise_descriptor_limit(wanted: int) -> int:
     return most
 
 
-def lockable_bytes() -> int | None:
-    """Return the bytes of memory that this process may lock; None: no limit, or an unknown one."""
+def lockable_bytes() -> float | None:
+    """Return the limit of locked memory in bytes, infinite if there is none; None if the system does not say."""
     if resource is None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 # --- Processors ----------------------------------------------------------------------------------

@@ -163,7 +163,10 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("cllm.cli", ("cllm", "cllm.cli")),
     ("cllm.__main__", ("cllm.cli.app",)),
-    ("cllm.integrations.llm_plugin", ("cllm", "cllm.integrations", "cllm.hub")),
+    (
+        "cllm.integrations.llm_plugin",
+        ("cllm", "cllm.engine.media_limits", "cllm.integrations", "cllm.hub"),
+    ),
     ("cllm.integrations", ("cllm", "cllm.errors", "cllm.integrations")),
     (
         "cllm.client",

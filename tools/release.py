@@ -3,9 +3,9 @@
     python -m tools.release [DIRECTORY]
 
 The source distribution, the wheel for this platform, an SBOM (CycloneDX) and SHA256SUMS are written to
-DIRECTORY (default: dist).  The wheel is built from the source distribution, and has the variants of libllama
-for all CPUs and its Vulkan backend.  Its name has the glibc that it needs.  The wheel is installed into a new environment whose
-PATH has no compiler.  There `cllm --version`, `doctor`, `demo`, `serve` and its page must work.
+DIRECTORY (default: dist).  The wheel is built from the source distribution.  It contains libllama's variants for
+all CPUs and the Vulkan backend.  Its name has the glibc that it needs.  The wheel is installed into a new
+environment whose PATH has no compiler.  There `cllm --version`, `doctor`, `demo`, `serve` and its page must work.
 Nothing is uploaded.  The first run takes half an hour on two cores, and needs Debian's packages `glslc`,
 `libvulkan-dev` and `spirv-headers`.
 
@@ -61,13 +61,22 @@ def build(out: Path) -> tuple[Path, Path]:
             "pip", "wheel", "--no-deps", "--wheel-dir", folder, sdist, CLLM_BUILD_OPTIONS="--vulkan"
         )
         (built,) = Path(folder).glob("*.whl")
-        # The lowest manylinux tag whose glibc and libstdc++ are new enough.  The Vulkan loader comes with the
-        # driver of a GPU: the backend is left unused without it.
+        # The lowest manylinux tag whose glibc and libstdc++ are new enough.  The Vulkan loader is not bundled:
+        # it must match the installed driver.  Without it, ggml does not load the backend.
         python(
             "auditwheel", "repair", "--plat", "auto", "--exclude", VULKAN, "--wheel-dir", out, built
         )
     (wheel,) = out.glob("*.whl")
+    check_vulkan(wheel)
     return sdist, wheel
+
+
+def check_vulkan(wheel: Path) -> None:
+    """Raise `RuntimeError` unless the wheel has the Vulkan backend, and not the Vulkan loader."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {Path(name).name for name in archive.namelist()}
+    if "libggml-vulkan.so" not in names or any(n.startswith("libvulkan") for n in names):
+        raise RuntimeError(f"{wheel.name} has no Vulkan backend, or has the Vulkan loader")
 
 
 @contextmanager

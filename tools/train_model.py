@@ -11,7 +11,7 @@ learns to ignore the text before a question, which the tests of shared prefixes 
 `training_network`, the report in `training_measure`.
 
     pip install torch==2.13.0 numpy gguf
-    python -m tools.train_model --output cllm/models/cllm-tiny.gguf     # about half an hour, 2 cores
+    python -m tools.train_model --output cllm/models/cllm-tiny.gguf     # about three hours, 2 cores
 
 torch is needed for this program and for nothing else in the project.
 """

@@ -41,11 +41,8 @@ _LOGGING_LEVEL: dict[int, int] = {
 GPUS = (h.DeviceType.GPU, h.DeviceType.IGPU)
 SPIN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 N_SPINS = "10000"
-GPU_BACKENDS = {
-    "cuda": b"CUDA",
-    "hip": b"ROCm",
-    "vulkan": b"Vulkan",
-}  # by the end of the file's name
+# Part of a file's name (libggml-cuda.so), and the name under which ggml registers the backend.
+GPU_BACKENDS = {"cuda": b"CUDA", "hip": b"ROCm", "metal": b"MTL", "vulkan": b"Vulkan"}
 RPC = b"RPC"  # the backend whose devices are in other machines
 N_ERRORS_MAX = 4  # reported errors of one call: the first is the cause, the next are consequences
 # Enough for a model load at debug level; when full, the oldest lines go.
@@ -131,14 +128,17 @@ class Library(Functions):
         return is_here and self.ggml_backend_dev_type(device) in GPUS
 
     def unloaded_backends(self) -> Iterator[tuple[Path, str]]:
-        """Yield each file of a GPU backend that is beside the library and could not be loaded, and the reason."""
+        """Yield path and reason of each GPU backend beside the library that ggml could not load."""
         for name, backend in GPU_BACKENDS.items():
-            path = self.path.with_name(self.path.name.replace("llama", f"ggml-{name}"))
-            if path.exists() and not self.ggml_backend_reg_by_name(backend):
+            for path in self.path.parent.glob(f"*ggml-{name}.*"):
+                if self.ggml_backend_reg_by_name(backend):
+                    continue
                 try:
                     ctypes.CDLL(str(path))
                 except OSError as error:
                     yield path, str(error)
+                else:
+                    yield path, "it finds no driver that it can use"
 
     def check_rpc(self) -> None:
         """Raise an error if the library has no RPC.

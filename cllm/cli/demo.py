@@ -24,7 +24,7 @@ from cllm.cli.demo_pictures import N_COLUMNS, PICTURES, Drawn, questions_of
 
 @dataclass
 class Answer:
-    """Prompt, with a picture before it or without one, expected output, and the output shown so far."""
+    """Prompt (after an optional picture), expected output, and the output shown so far."""
 
     prompt: str
     expected: str
@@ -182,8 +182,8 @@ def demo(
         float, typer.Option(min=0.0, max=1.0, help="Seconds between tokens on a terminal.")
     ] = 0.04,
     image: Annotated[
-        bool, typer.Option("--image", help="Ask about pictures drawn here instead.")
+        bool, typer.Option("--image", help="Ask questions about generated pictures instead.")
     ] = False,
 ) -> int:
-    """Answer eight prompts at once with the embedded model, side by side."""
+    """Answer eight prompts, or questions about pictures, at once with the embedded model."""
     return 0 if anyio.run(_run, pace, image) else 1

@@ -1,4 +1,4 @@
-"""The pictures of `cllm demo --image`: drawn here, so that their answers are known.  Pure."""
+"""Pictures of `cllm demo --image`, drawn by code so that the right answers are known."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 SIDE = 128  # pixels
-N_COLUMNS = 16  # of a picture on a terminal; half as many lines
+N_COLUMNS = 16  # width of a picture in terminal cells; its height is half of that
 Colour = tuple[int, int, int]
 COLOURS: dict[str, Colour] = {
     "red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0),
     "white": (255, 255, 255), "black": (0, 0, 0), "orange": (255, 140, 0), "purple": (128, 0, 128),
 }  # fmt: skip
 Mask = NDArray[np.bool_]
-# Lines of the digits: points between 0 and 1, y downwards.
+# Corners of the digits' lines, from (0, 0) at the top left to (1, 1).
 STROKES = {
     "4": ((0.75, 1), (0.75, 0), (0, 0.68), (1, 0.68)),
     "7": ((0, 0), (1, 0), (0.35, 1)),
@@ -27,12 +27,14 @@ STROKES = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture, and what it shows.
+    """One coloured thing on a plain background.
 
     Attributes
     ----------
     place : tuple of float
-        Middle of the thing, as parts of the side: across, down.
+        Centre of the thing, `(x, y)`, as fractions of the side.
+    radius : float
+        Half the size of the thing, as a fraction of the side.
     """
 
     colour: str
@@ -93,7 +95,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def _digit(digit: str) -> Shape:
-    """Return a digit, drawn with a broad pen."""
+    """Return the function that draws a digit as thick lines."""
 
     def mask(x: NDArray[np.float64], y: NDArray[np.float64]) -> Mask:
         points = [(1.2 * (px - 0.5), 1.9 * (py - 0.5)) for px, py in STROKES[digit]]

@@ -51,6 +51,8 @@ def serve(
             from cllm.server.serving import serve as run
         # A file that crashes its loader ends only the engine's own process, which needs no preflight.
         options: EngineOptions = {"preflight": False if process else "unseen"}
+        if not can_pass_descriptors():
+            options["process"] = False
         make_app: Callable[..., Any] = create_app
         if fake is not None:
             make_app = _app_of_rules(fake)

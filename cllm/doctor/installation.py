@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def installation_checks() -> Iterator[Check]:
 
 
 def check_gpus(found: Sequence[Device], unloaded: Iterable[tuple[Path, str]] = ()) -> Check:
-    """Return the GPUs that the library can use, with their memory, and the backends that cannot be loaded."""
+    """Report the usable GPUs with their memory, and the GPU backends that could not be loaded, with the reason."""
     gpus = [
         f"{gpu.name}: {gpu.description}, {gpu.n_free_bytes / MIB:,.0f} of {gpu.n_total_bytes / MIB:,.0f} MiB free"
         for gpu in found
@@ -155,7 +156,9 @@ def memory_check(model_bytes: int) -> Check:
         Size of the weights.
     """
     n_bytes = lockable_bytes()
-    may_lock = "all" if n_bytes is None else f"{n_bytes / MIB:,.0f} MiB"
+    may_lock = "an unknown part"
+    if n_bytes is not None:
+        may_lock = "all" if n_bytes == math.inf else f"{n_bytes / MIB:,.0f} MiB"
     return check_memory(model_bytes, available_bytes(), may_lock)
 
 

@@ -1,7 +1,7 @@
 """Run a module of cllm in a process of its own, so that a crash ends that process alone.
 
-Start each child with `child_command`, `child_environment` and `OWN_GROUP`.  Its process group keeps
-a terminal's Ctrl-C away from the child.  Never start a child in a new session.  Linux schedules each
+Start each child with `child_command`, `child_environment` and `OWN_GROUP`.  The separate process group
+keeps a terminal's Ctrl-C away from the child.  Never start a child in a new session.  Linux schedules each
 session as a group of its own (`kernel.sched_autogroup_enabled`).  One busy program in another session
 then takes most of a processor from the child (measured: 2 tokens/s instead of 37).
 """
@@ -47,10 +47,10 @@ def child_environment() -> dict[str, str]:
 
 
 def end_after(seconds: int) -> None:
-    """End this process after so many seconds, even during an endless native call; 0: do not.
+    """End this process after `seconds`, also while a native call runs; 0 cancels the limit.
 
-    A later call replaces the limit.  Without SIGALRM a thread ends the process: a native call that keeps the GIL
-    then delays the end.
+    A later call replaces the limit.  Systems without SIGALRM use a thread, which a native call that holds the GIL
+    delays.
     """
     if hasattr(signal, "alarm"):
         signal.alarm(seconds)
@@ -108,7 +108,7 @@ def answer_requests(
     answer : callable
         Called with the fields of a request as keyword arguments; returns the fields of the answer.
     alarm_s : int
-        Seconds of an answer after which this process ends.  An orphan in an endless call would
+        Time limit of one answer in seconds; then this process ends.  An orphan in an endless call would
         never see that its input has ended.
     """
     reply = ready

@@ -495,7 +495,7 @@ class EngineConfig:
             limit = f"left out with numa={self.numa!r}, which binds threads itself"
             raise InvalidArgumentError("cpu_mask", self.cpu_mask, limit)
         if self.process and not can_pass_descriptors():
-            limit = "False on this system, whose processes inherit no descriptors"
+            limit = "False on this system: process=True passes sockets to a child process"
             raise InvalidArgumentError("process", True, limit)
         if self.rpc and not self.process:
             limit = (

@@ -109,7 +109,7 @@ def samples_of(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
 
 
 def main(seconds: str, wanted: str) -> None:
-    """Decode standard input; SIGALRM ends the process after `seconds`."""
+    """Decode standard input; the process ends after `seconds`."""
     end_after(int(seconds))
     lower_priority(NICE)
     warnings.simplefilter("ignore")  # damaged metadata does no harm

@@ -30,16 +30,22 @@ from llm.parts import (
 from pydantic import Field
 
 from cllm import Audio, Completion, Engine, Image, TokenDelta, TokenStream
+from cllm.engine.media_limits import is_audio
 from cllm.hub.cache import cached_models
-from cllm.hub.download import find_model
-from cllm.hub.names import PREFIX, is_name
+from cllm.hub.names import PREFIX
 from cllm.integrations.caller import Caller
 
 R = TypeVar("R")
 N_TEXTS = 256  # texts that `llm` passes to one call of `embed_batch`
+# Types that `llm` finds in files.
 ATTACHMENTS = {
-    *(f"image/{name}" for name in ("bmp", "gif", "jpeg", "png", "webp")),
-    *(f"audio/{name}" for name in ("aiff", "flac", "mp3", "mpeg", "ogg", "wav", "wave", "x-wav")),
+    "application/ogg",
+    *(f"image/{name}" for name in ("bmp", "gif", "jpeg", "png", "webp", "x-ms-bmp")),
+    *(
+        f"audio/{name}"
+        for name in ("aiff", "flac", "mp3", "mpeg", "ogg", "opus", "vorbis", "wav", "wave")
+    ),
+    *(f"audio/x-{name}" for name in ("aiff", "flac", "wav")),
 }
 
 
@@ -50,22 +56,21 @@ class Engines:
         self._lock = threading.Lock()
         self._owned = ExitStack()
         self._portal: BlockingPortal | None = None
-        self._engines: dict[tuple[str | None, bool], tuple[Engine, Caller]] = {}
+        self._engines: dict[tuple[object, ...], tuple[Engine, Caller]] = {}
         atexit.register(self.close)
 
-    def get(self, model: str | None, *, embeds: bool = False) -> tuple[Engine, Caller]:
-        """Return the engine of a model and its `Caller`.  The first call for a model loads it, and blocks."""
+    def get(self, model: str | None, **options: str | None) -> tuple[Engine, Caller]:
+        """Return the engine of a model with these options, and its `Caller`.  The first call loads it, and blocks."""
         with self._lock:
-            if (model, embeds) not in self._engines:
-                self._engines[model, embeds] = self._start(model, embeds=embeds)
-            return self._engines[model, embeds]
+            key = (model, *options.items())
+            if key not in self._engines:
+                self._engines[key] = self._start(model, options)
+            return self._engines[key]
 
-    def _start(self, model: str | None, *, embeds: bool) -> tuple[Engine, Caller]:
+    def _start(self, model: str | None, options: Mapping[str, Any]) -> tuple[Engine, Caller]:
         if self._portal is None:
             self._portal = self._owned.enter_context(start_blocking_portal())
-        path = find_model(model) if model is not None and is_name(model) else model
-        pooling, mmproj = ("mean", None) if embeds else (None, "auto")
-        engine = Engine(path, n_ctx="auto", n_seq_max=4, pooling=pooling, mmproj=mmproj)
+        engine = Engine(model, n_ctx="auto", n_seq_max=4, **options)
         self._owned.enter_context(self._portal.wrap_async_context_manager(engine))
         return engine, Caller(self._portal.call(_token))
 
@@ -117,7 +122,10 @@ class _Common:
         self._model = model
 
     def _engine(self, prompt: llm.Prompt) -> tuple[Engine, Caller]:
-        return ENGINES.get(getattr(prompt.options, "model", None) or self._model)
+        """Return the engine of a prompt; only a conversation with attachments needs one with a projector."""
+        parts = (part for message in prompt.messages for part in message.parts)
+        mmproj = "auto" if any(isinstance(part, AttachmentPart) for part in parts) else None
+        return ENGINES.get(getattr(prompt.options, "model", None) or self._model, mmproj=mmproj)
 
     @staticmethod
     def _given(prompt: llm.Prompt) -> dict[str, Any]:
@@ -193,7 +201,7 @@ class CllmEmbeddings(llm.EmbeddingModel):
 
     def embed_batch(self, items: Any) -> Iterator[list[float]]:
         """Yield the vector of each text."""
-        engine, caller = ENGINES.get(self._model, embeds=True)
+        engine, caller = ENGINES.get(self._model, pooling="mean")
         texts = list(items)
         yield from caller.run(lambda: engine.embed(texts)).tolist()
 
@@ -203,17 +211,18 @@ def _chat_of(prompt: llm.Prompt) -> list[dict[str, Any]]:
     """Return the conversation up to and with a prompt, as messages in OpenAI's format.
 
     Results of tools are messages, and reasoning is `reasoning_content`.  A system prompt is there where it changes.
-    Attachments are read here, from files or addresses.
+    It reads or downloads the attachments, so asynchronous callers use a thread.
     """
     chat: list[dict[str, Any]] = []
     system: str | None = None
     for message in prompt.messages:
-        content = _content_of(message)
         if message.role == "system":
-            if content != system:  # each prompt of a conversation has it again
-                chat.append({"role": "system", "content": content})
-            system = str(content)
+            text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
+            if text != system:  # each prompt of a conversation has it again
+                chat.append({"role": "system", "content": text})
+            system = text
             continue
+        content = _content_of(message)
         results = [part for part in message.parts if isinstance(part, ToolResultPart)]
         chat += [
             {"role": "tool", "tool_call_id": part.tool_call_id or "", "content": part.output}
@@ -230,15 +239,15 @@ def _chat_of(prompt: llm.Prompt) -> list[dict[str, Any]]:
 
 
 def _content_of(message: Message) -> str | list[dict[str, Any]]:
-    """Return the text of a message; with attachments, its texts, images and recordings in their order."""
+    """Return the text of a message, or a list of its parts in order if it has attachments."""
     parts: list[dict[str, Any]] = []
     for part in message.parts:
         if isinstance(part, TextPart):
             parts.append({"type": "text", "text": part.text})
         elif isinstance(part, AttachmentPart) and (given := part.attachment) is not None:
-            is_audio = (given.resolve_type() or "").startswith("audio/")
-            kind, make = ("audio", Audio) if is_audio else ("image", Image)
-            parts.append({"type": kind, kind: make(given.content_bytes())})
+            data = given.content_bytes()
+            kind, make = ("audio", Audio) if is_audio(data[:12]) else ("image", Image)
+            parts.append({"type": kind, kind: make(data)})
     if any(part["type"] != "text" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
@@ -297,6 +306,6 @@ def register_embedding_models(register: Callable[..., None]) -> None:
 
 
 def _downloaded() -> Iterator[tuple[str, str]]:
-    """Yield the name and the first file of each model that `cllm models` lists."""
+    """Yield the name in `llm`, and the name in cllm, of each model that `cllm models` lists."""
     for model in cached_models():
-        yield f"cllm/{str(model.name).removeprefix(PREFIX)}", str(model.paths[0])
+        yield f"cllm/{str(model.name).removeprefix(PREFIX)}", str(model.name)

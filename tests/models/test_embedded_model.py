@@ -86,7 +86,7 @@ def counting(rng: random.Random) -> tuple[str, str]:
 TASKS = {"repeat": repeating, "reverse": reversing, "count": counting}
 # Of 60: what may be wrong.  The README has the measured accuracy over thousands.
 MAX_WRONG = {"repeat": 3, "reverse": 1, "count": 2}
-# Of chats every byte of up to four turns counts.
+# A chat is right only if every byte of all its turns is right.
 MIN_ACCURACY = {"dialogue": 0.84, "picture": 0.95, "greeting": 0.92}
 
 

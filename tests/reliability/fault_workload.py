@@ -41,7 +41,7 @@ PENALTIES: dict[str, Any] = {
     "logit_bias": {65: -1.0}, "ignore_eos": True,
 }  # fmt: skip
 # Other requests in a batch change a logit by up to 0.01; seeds and prompts are chosen so that this changes no token.
-# The outputs have the same lengths with any weights.
+# `ignore_eos` and `max_tokens` fix the lengths of most outputs, whatever the weights say.
 # The requests are submitted together, in this order.  The cells are too few for all of the first three.
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (HEAD + "No", {"temperature": 0.0, "ignore_eos": True, "max_tokens": 26}),

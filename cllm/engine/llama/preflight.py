@@ -22,6 +22,7 @@ from typing import IO
 
 from cllm.bindings import find_library
 from cllm.engine.child_process import (
+    OWN_GROUP,
     TooSlowError,
     child_command,
     child_environment,
@@ -136,7 +137,7 @@ class Preflight:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=child_environment(),
-                process_group=0,
+                **OWN_GROUP,
             )
         except OSError as error:
             raise ModelLoadError(path, f"cannot start the process that tries it: {error}") from None

@@ -16,7 +16,7 @@ import numpy as np
 
 from cllm.engine.audio import Audio
 from cllm.engine.chat.readable import WORDS
-from cllm.engine.child_process import child_command, child_environment
+from cllm.engine.child_process import OWN_GROUP, child_command, child_environment
 from cllm.engine.core.commands import LayoutMedia, MediaLayout
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.media import MediaInput, Shape, left_out, n_bytes_of
@@ -218,7 +218,7 @@ class Decoding:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=child_environment(),
-            process_group=0,
+            **OWN_GROUP,
         ) as process:
             self._process = process
             try:

@@ -297,7 +297,9 @@ def token_ids_of(
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
         raise InvalidRequestError(field, ids, limit)
     if ids and isinstance(ids[0], str):
-        raise InvalidRequestError(field, f"a sequence of {len(ids)} texts", limit)
+        raise InvalidRequestError(
+            f"{field}[0]", ids[0], "a token id; a text is a prompt of its own"
+        )
     return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in ids)
 
 

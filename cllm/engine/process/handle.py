@@ -145,6 +145,8 @@ class ProcessHandle:
             self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
+        except OSError:  # the process ended with unread commands: `frames` returns None
+            return True
         return True
 
     def on_beat(self, beat: Beat) -> None:
