@@ -95,9 +95,8 @@ for what, call in CALLS.items():
         row=TOO_LONG, prompt="a" * (MAX_TEXT_BYTES + 1),
     )  # fmt: skip
 for value in (NAN, INF, "5", None, 2**63, -(2**63)):
-    field = "prompt[0]" if isinstance(value, str) else "prompt"
     TOPIC.refuse(
-        f"the token id {value!r}", generate, f"{field} is {value!r}, must be", row=BAD_IDS,
+        f"the token id {value!r}", generate, f"prompt is {value!r}, must be", row=BAD_IDS,
         prompt=[value],
     )  # fmt: skip
 for continuation, limit in (

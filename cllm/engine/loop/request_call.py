@@ -297,9 +297,7 @@ def token_ids_of(
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes | bytearray | memoryview):
         raise InvalidRequestError(field, ids, limit)
     if ids and isinstance(ids[0], str):
-        raise InvalidRequestError(
-            f"{field}[0]", ids[0], "a token id; a text is a prompt of its own"
-        )
+        raise InvalidRequestError(field, ids[0], "token ids, or one text that is in no list")
     return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in ids)
 
 
