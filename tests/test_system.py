@@ -9,10 +9,8 @@ from pathlib import Path
 
 import PIL.Image
 import pytest
-from typer.testing import CliRunner
 
 from cllm import EngineConfig, InvalidArgumentError
-from cllm.cli.app import command_line
 from cllm.engine.child_process import is_readable
 
 ROOT = Path(__file__).parents[1]
@@ -111,23 +109,6 @@ def test_process_true_is_rejected_where_children_cannot_inherit_descriptors(
         match="process is True, must be False on this system: process=True passes sockets",
     ):
         EngineConfig(process=True)
-
-
-def test_serve_has_no_process_by_default_where_children_cannot_inherit_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("cllm.engine.config.can_pass_descriptors", lambda: False)
-    monkeypatch.setattr("cllm.cli.serve.can_pass_descriptors", lambda: False)
-    served: list[EngineConfig] = []
-
-    def serve(config: EngineConfig, *_: object) -> int:
-        served.append(config)
-        return 0
-
-    monkeypatch.setattr("cllm.server.serving.serve", serve)
-    monkeypatch.setattr("cllm.server.operation.logs.configure_logging", lambda: None)
-    CliRunner().invoke(command_line("serve"), ["serve", "--port", "0"], standalone_mode=False)
-    assert [config.process for config in served] == [False]
 
 
 def test_a_pipe_is_readable_when_it_has_data_and_when_it_has_ended() -> None:

@@ -217,7 +217,7 @@ def _chat_of(prompt: llm.Prompt) -> list[dict[str, Any]]:
     system: str | None = None
     for message in prompt.messages:
         if message.role == "system":
-            text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
+            text = _text_of(message)
             if text != system:  # each prompt of a conversation has it again
                 chat.append({"role": "system", "content": text})
             system = text
@@ -250,7 +250,11 @@ def _content_of(message: Message) -> str | list[dict[str, Any]]:
             parts.append({"type": kind, kind: make(data)})
     if any(part["type"] != "text" for part in parts):
         return parts
-    return "".join(part["text"] for part in parts)
+    return _text_of(message)
+
+
+def _text_of(message: Message) -> str:
+    return "".join(part.text for part in message.parts if isinstance(part, TextPart))
 
 
 def _call_of(part: ToolCallPart) -> dict[str, Any]:

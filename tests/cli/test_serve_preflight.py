@@ -17,6 +17,21 @@ app = typer.Typer()
 app.command()(serve)
 
 
+def settings_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> EngineConfig:
+    """Return the settings with which `cllm serve` starts a server."""
+    given: list[EngineConfig] = []
+
+    def served(engine: EngineConfig, *others: Any) -> int:
+        given.append(engine)
+        return 0
+
+    monkeypatch.setattr("cllm.server.serving.serve", served)
+    monkeypatch.setattr("cllm.server.operation.logs.configure_logging", lambda: None)
+    CliRunner().invoke(app, ["--port", "0", *options], standalone_mode=False)
+    (engine,) = given
+    return engine
+
+
 @pytest.mark.parametrize(
     ("options", "process", "preflight"),
     [
@@ -33,17 +48,16 @@ app.command()(serve)
 def test_the_options_become_settings_of_the_engine(
     options: list[str], process: bool, preflight: bool | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[EngineConfig] = []
-
-    def served(engine: EngineConfig, *others: Any) -> int:
-        given.append(engine)
-        return 0
-
-    monkeypatch.setattr("cllm.server.serving.serve", served)
-    monkeypatch.setattr("cllm.server.operation.logs.configure_logging", lambda: None)
-    CliRunner().invoke(app, ["--port", "0", *options], standalone_mode=False)
-    (engine,) = given
+    engine = settings_of(monkeypatch, *options)
     assert (engine.process, engine.preflight) == (process, preflight)
+
+
+def test_there_is_no_process_by_default_where_children_cannot_inherit_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cllm.engine.config.can_pass_descriptors", lambda: False)
+    monkeypatch.setattr("cllm.cli.serve.can_pass_descriptors", lambda: False)
+    assert settings_of(monkeypatch).process is False
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What the engine hears from the socket of its process."""
+"""Reading of the socket between an engine and its process."""
 
 from __future__ import annotations
 
