@@ -122,11 +122,24 @@ check_needs() {
   fi
   if [[ $cuda == ON ]]; then need nvcc nvidia-cuda-toolkit; fi
   if [[ $vulkan == ON ]]; then need glslc 'glslc libvulkan-dev spirv-headers'; fi
+  if [[ $vulkan == ON && -z $source ]] && ! has_vulkan_headers; then
+    need 'headers of Vulkan 1.3.272 (Debian 13, Ubuntu 24.04; CPATH=DIRECTORY adds newer ones)' libvulkan-dev false
+  fi
   [[ $metal == OFF || $(uname -s) == Darwin ]] || fail '--metal needs macOS'
   ((${#missing[@]})) || return 0
   local list && printf -v list '%s, ' "${missing[@]}"
   fail "missing: ${list%, }; on Debian or Ubuntu: apt install" \
     "$(printf '%s\n' "${packages[@]}" | uniq | paste -sd ' ' -)"
+}
+
+# The pinned source needs this extension.
+has_vulkan_headers() {
+  "$cxx" -E -x c++ - >/dev/null 2>&1 <<'TEXT'
+#include <vulkan/vulkan.hpp>
+#ifndef VK_EXT_layer_settings
+#error
+#endif
+TEXT
 }
 
 # Whether -march=native code with Intel's matrix tiles runs here: see tools/native/amx_probe.c.
@@ -318,6 +331,8 @@ compile() {
   # An interrupted build may have had another generator, or one that pip had in a temporary folder.
   grep -qs "^CMAKE_GENERATOR:INTERNAL=${generator[0]}$" "$build/CMakeCache.txt" || rm -rf "$build"
   mkdir -p "$build"
+  # The program that compiles Vulkan's shaders is a project of its own, and keeps the path of that generator.
+  find "$build" -mindepth 2 -name CMakeCache.txt -delete
   # git must not take the commit of a repository around the source for llama.cpp's.
   GIT_CEILING_DIRECTORIES=$(dirname "$source") logged configuring \
     cmake -S "$source" -B "$build" -G "${generator[0]}" \

@@ -6,8 +6,8 @@ The source distribution, the wheel for this platform, an SBOM (CycloneDX) and SH
 DIRECTORY (default: dist).  The wheel is built from the source distribution.  It contains libllama's variants for
 all CPUs and the Vulkan backend.  Its name has the glibc that it needs.  The wheel is installed into a new
 environment whose PATH has no compiler.  There `cllm --version`, `doctor`, `demo`, `serve` and its page must work.
-Nothing is uploaded.  The first run takes half an hour on two cores, and needs Debian's packages `glslc`,
-`libvulkan-dev` and `spirv-headers`.
+Nothing is uploaded.  The first run takes half an hour on two cores, and needs the packages `glslc`,
+`libvulkan-dev` and `spirv-headers` of Debian 13, or newer headers of Vulkan in `CPATH`.
 
 The tools are those of the extra `release`; `make release` installs it and calls this.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import anyio
 from anyio.abc import TaskGroup
@@ -22,6 +23,8 @@ from cllm.server.http.problems import unavailable
 from cllm.server.operation.metrics import Metrics
 
 logger: logging.Logger = logging.getLogger("cllm.server")
+
+MAX_LAYERS = 1000  # more than any model has
 
 
 class PooledModel:
@@ -77,9 +80,18 @@ class PooledModel:
         """Addresses of the RPC servers that the model uses."""
         return frozenset(self._engine.rpc)
 
-    async def check_memory(self) -> None:
-        """Raise a `CllmError` if the model does not fit."""
-        await self._make_engine(self._engine).check_memory()
+    async def check_memory(self, *, needs_gpus: bool) -> None:
+        """Raise a `CllmError` if the model does not fit.
+
+        Parameters
+        ----------
+        needs_gpus : bool
+            True: also if not all layers fit on the GPUs, unless `n_gpu_layers` says how many do.
+        """
+        engine = self._engine
+        if needs_gpus and engine.n_gpu_layers == -1:
+            engine = replace(engine, n_gpu_layers=MAX_LAYERS)
+        await self._make_engine(engine).check_memory()
 
     async def load(self, tasks: TaskGroup) -> None:
         """Start the engine as a task of `tasks`, and wait until the model is loaded.
@@ -218,7 +230,9 @@ class ModelPool:
             if other is not model and other.freed is not None and other.rpc & model.rpc:
                 return f"{other.name} is the one client that its RPC servers have"
         try:
-            await model.check_memory()
+            # Models that are not in use make room for all layers on the GPUs.
+            has_idle = any(other.is_idle for other in self.models.values())
+            await model.check_memory(needs_gpus=has_idle)
         except ModelLoadError as error:
             return error.reason
         except CllmError as error:

@@ -310,6 +310,30 @@ def test_backends_are_passed_on_and_recorded(sandbox: Sandbox) -> None:
     assert {"-DGGML_CUDA=ON", "-DGGML_VULKAN=OFF"} <= set(record["flags"])
 
 
+def test_old_headers_of_vulkan_are_named_before_anything_is_compiled(sandbox: Sandbox) -> None:
+    write_program(sandbox.stub / "bin" / "glslc", "")
+    sandbox.build("--vulkan")
+    assert "-DGGML_VULKAN=ON" in sandbox.record()["flags"]
+    write_program(sandbox.stub / "bin" / "c++", '[ "$1" != -E ] || exit 1; echo "c++ (other) 2.0"')
+    refused = sandbox.run("--vulkan")
+    assert refused.returncode == 1
+    assert "missing: headers of Vulkan 1.3.272 (Debian 13" in refused.stderr
+    assert "apt install libvulkan-dev" in refused.stderr
+
+
+def test_a_resumed_build_forgets_the_generator_of_the_program_that_compiles_shaders(
+    sandbox: Sandbox,
+) -> None:
+    sandbox.run(NINJA="fails")
+    (build,) = (sandbox.cache / "cllm" / "build").iterdir()
+    nested = build / "ggml" / "CMakeCache.txt"
+    nested.parent.mkdir(exist_ok=True)
+    nested.write_text("CMAKE_MAKE_PROGRAM:FILEPATH=/tmp/pip-build-env-gone/bin/ninja")
+    (build / "CMakeCache.txt").write_text("CMAKE_GENERATOR:INTERNAL=Ninja\n")
+    sandbox.build()
+    assert not nested.exists()
+
+
 def test_a_build_with_tools_serves_a_request_without_them(sandbox: Sandbox) -> None:
     sandbox.build("--tools")
     tools = ["llama-batched-bench", "llama-bench", "llama-quantize", "llama-server"]

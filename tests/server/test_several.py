@@ -28,6 +28,7 @@ class Loads:
         self.names: list[str] = []
         self.refusals: dict[str, Exception] = {}  # of loading
         self.too_large: set[str] = set()  # beside any other
+        self.too_large_for_gpus: set[str] = set()  # beside any other, with all layers
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -42,7 +43,8 @@ class Loads:
                 return await super().__aenter__()
 
             async def check_memory(self) -> None:
-                if name in loads.too_large:
+                is_entire = config.n_gpu_layers > 0
+                if name in loads.too_large or (is_entire and name in loads.too_large_for_gpus):
                     raise ModelLoadError(name, "it needs more memory than there is")
 
         def answer(prompt: str) -> str:
@@ -126,6 +128,26 @@ async def test_where_there_is_no_room_the_one_is_freed_that_was_used_longest_ago
         assert await said(client, "b") == "b"
         assert await statuses(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
     assert loads.names == ["a", "b", "c", "b"]
+
+
+async def test_unused_models_are_freed_until_all_layers_fit_on_the_gpus_and_used_ones_are_not(
+    loads: Loads,
+) -> None:
+    async with serving(loads, "a", "b", "c") as client, anyio.create_task_group() as tasks:
+        for name in ("b", "a"):
+            assert await said(client, name) == name
+        loads.go_on.clear()
+        tasks.start_soon(ask, client, "b", "slow")
+        await anyio.wait_all_tasks_blocked()
+        loads.too_large_for_gpus.add("c")
+        tasks.start_soon(said, client, "c")
+        await until(lambda: freed_and_loaded(client))
+        loads.go_on.set()
+    assert loads.names == ["b", "a", "c"]
+
+
+async def freed_and_loaded(client: httpx.AsyncClient) -> bool:
+    return await statuses(client) == {"a": "unloaded", "b": "loaded", "c": "loaded"}
 
 
 async def test_a_model_that_is_used_is_not_freed_and_the_other_is_told_to_wait(
