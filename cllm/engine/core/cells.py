@@ -30,6 +30,15 @@ MIN_STREAM_SHARE = 1 / 512
 # Continuing in the stream of a cached prefix loses its tokens after the common part: at least this
 # share of it must be common.
 MIN_TAKEN_SHARE = 1 / 2
+# A copy shares no cells, so shared cells would be held twice: a sequence or a prefix is copied to
+# host memory for its cells only if this share of them is its own.
+MIN_OWN_SHARE = 0.9
+# In the unified layout each decoded row visits the cells of all sequences, also those that its mask
+# excludes.  After so many rows, a prefix in cells has cost as much as a copy to host memory and back,
+# or as computing it again.  Measured on two cores: 47 to 60 and 17,000 to 22,000 (SmolLM2-135M), 100 to
+# 177 and 19,000 to 33,000 (layers of Qwen3-0.6B's size).
+N_ROWS_COPY, N_ROWS_COMPUTE = 128, 16_384
+N_VISITED_STEP = 256  # attention visits a multiple of this
 
 
 class Cells:
@@ -80,6 +89,11 @@ class Cells:
     def shares(self) -> bool:
         """True if sequences share prefixes."""
         return self._n_tokens_max > 0
+
+    @property
+    def _is_visited(self) -> bool:
+        """True if rows visit the cells of other sequences."""
+        return self.kv_cache.shares_cells and not self.kv_cache.is_recurrent
 
     # --- Sharing -----------------------------------------------------------------------------
     def match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
@@ -244,7 +258,7 @@ class Cells:
         return True
 
     def _remember(self, entry: CachedPrefix) -> None:
-        self.prefixes.entries.append(entry)
+        self.prefixes.add(entry)
         while self.kv_cache.n_cached > self._n_tokens_max:
             self.evict(self.prefixes.entries[0])
 
@@ -268,6 +282,37 @@ class Cells:
         n_cells = self.release(entry.slot)
         self._recorder.n_evictions += 1
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
+
+    def retire(self, n_rows: int) -> None:
+        """Count rows that were decoded; evict a prefix for which keeping cells has become dearer than evicting it.
+
+        At most one prefix is evicted: a copy to host memory delays all streams.
+        """
+        kv_cache, prefixes = self.kv_cache, self.prefixes
+        prefixes.n_rows += n_rows
+        if not self._is_visited:
+            return
+        for entry in prefixes.entries:
+            n_since = prefixes.n_rows_since(entry)
+            if n_since <= N_ROWS_COPY:
+                continue
+            n_own, n_tokens = kv_cache.n_own(entry.slot), entry.slot.n_computed
+            is_copied = n_own >= MIN_OWN_SHARE * n_tokens and self._saved.keeps(n_tokens)
+            if n_own and (is_copied or n_since > N_ROWS_COMPUTE):
+                self.evict(entry)
+                return
+
+    def compact(self) -> None:
+        """Evict all prefixes if they hold few of the cells that were in use; no sequence runs.
+
+        Attention visits all cells up to the last one in use, and llama.cpp moves no cell.  A prefix that was
+        computed beside much else would make its requests visit as many cells as at that time.
+        """
+        kv_cache = self.kv_cache
+        n_left_over = kv_cache.n_peak - kv_cache.n_held
+        if self._is_visited and n_left_over >= max(kv_cache.n_held, N_VISITED_STEP):
+            while self.prefixes.entries:
+                self.evict(self.prefixes.entries[0])
 
     def erase(self, seq_id: int) -> int:
         """Evict the cached prefix of a seq_id without saving it; return its number of tokens.

@@ -273,6 +273,8 @@ class EngineCore:
         self.turns.begin_gap(chunks, self.queue.running, self._clock(), is_encoding=is_encoding)
         if media is not None and media.has_users and self.manager.cells.fault is None:
             self._tick_media(media, chunks)
+        if not self.queue.running:
+            self.manager.cells.compact()
 
     def _tick_media(self, media: MediaStore, chunks: list[Chunk]) -> None:
         """Decode rows of one media chunk after the chunks of this tick."""
@@ -325,8 +327,10 @@ class EngineCore:
             total_s=ended - started - waited_s,
             planned_s=planned - started,
         )
+        # After `observe`: copies are not part of the cost of rows.
         if not self.kv_cache.has_pos_min:
-            self.manager.keep_checkpoints(chunks)  # after `observe`: not part of the cost of rows
+            self.manager.keep_checkpoints(chunks)
+        self.manager.cells.retire(shape.n_decoding)
         return True
 
     def _plan(self, now: float) -> list[Chunk]:

@@ -106,6 +106,8 @@ class KVCache:
         Distinct cells held by live requests, and by the prefix cache; some may be both.
     n_held : int
         Distinct cells held by either.
+    n_peak : int
+        Largest `n_held` since no cell was held.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class KVCache:
         self.n_used: int = 0
         self.n_cached: int = 0
         self.n_held: int = 0
+        self.n_peak: int = 0
 
     # --- What there is -----------------------------------------------------------------------
     @property
@@ -231,6 +234,7 @@ class KVCache:
             self._hold(leaf, slot.is_cached, +1)
         leaf.end = slot.n_computed = start + n_tokens
         self.n_held += n_tokens
+        self.n_peak = max(self.n_peak, self.n_held)
         if slot.is_cached:
             self.n_cached += n_tokens
         else:
@@ -295,6 +299,7 @@ class KVCache:
             before, extent.n_live = extent.n_live, extent.n_live + change
             self.n_used += ((extent.n_live > 0) - (before > 0)) * n_cells
         self.n_held += ((extent.n_live + extent.n_cached > 0) - was_held) * n_cells
+        self.n_peak = max(self.n_peak, self.n_held) if self.n_held else 0
 
     def _cut(self, slot: Slot, n_tokens: int) -> Extent:
         """Return the extent of a slot that ends at `n_tokens`, and cut one if needed."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from cllm.engine.core import scheduler
-from cllm.engine.core.cells import Cells
+from cllm.engine.core.cells import MIN_OWN_SHARE, Cells
 from cllm.engine.core.checkpoints import (
     MIN_GAIN,
     N_OUTPUT_CHECKPOINTS,
@@ -31,10 +31,6 @@ from cllm.engine.core.statistics import Recorder
 from cllm.engine.request import SequenceState
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
-
-# A restored copy shares no cells, so shared cells would be held twice: a preempted sequence is
-# copied only if this share of its cells is its own.
-MIN_OWN_SHARE = 0.9
 
 
 class KVCacheManager:

@@ -18,11 +18,22 @@ from cllm.engine.lora import NO_LORA, LoraUse
 
 @dataclass(eq=False, slots=True)
 class CachedPrefix:
-    """Cached prefix of a sequence: its tokens, the adapters that computed them, and the slot with them."""
+    """Cached prefix of a sequence.
+
+    Attributes
+    ----------
+    slot : Slot
+        Slot that holds the tokens.
+    lora : LoraUse
+        Adapters that computed them.
+    used_at : int
+        `PrefixCache.n_rows` when it was last used.
+    """
 
     tokens: Tokens
     slot: Slot
     lora: LoraUse = NO_LORA
+    used_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +61,32 @@ class Match:
 
 
 class PrefixCache:
-    """The cached prefixes, least recently used first."""
+    """The cached prefixes, least recently used first.
+
+    Attributes
+    ----------
+    entries : list of CachedPrefix
+    n_rows : int
+        Number of rows that were decoded beside the cached prefixes: their clock.
+    """
 
     def __init__(self) -> None:
         self.entries: list[CachedPrefix] = []
+        self.n_rows: int = 0
+
+    def add(self, entry: CachedPrefix) -> None:
+        """Add an entry as the most recently used one."""
+        entry.used_at = self.n_rows
+        self.entries.append(entry)
 
     def touch(self, entry: CachedPrefix) -> None:
         """Mark an entry as used now."""
         self.entries.remove(entry)
-        self.entries.append(entry)
+        self.add(entry)
+
+    def n_rows_since(self, entry: CachedPrefix) -> int:
+        """Return the number of rows that were decoded since an entry was last used."""
+        return self.n_rows - entry.used_at
 
     def covering(
         self, tokens: Tokens, lora: LoraUse = NO_LORA, *, n_most: int | None = None

@@ -163,15 +163,24 @@ class SavedStates:
         placement.swapped, placement.n_restorable = prefix.state, n_tokens
         placement.restores = prefix
 
+    def takes(self, n_tokens: int) -> bool:
+        """Return True if a prefix of so many tokens would be saved now."""
+        if self.tiers is None or n_tokens < MIN_SAVED:
+            return False
+        return self.copy_s(n_tokens) <= self._may_pause_s()
+
+    def keeps(self, n_tokens: int) -> bool:
+        """Return True if a prefix of so many tokens would stay in host memory, perhaps instead of older ones."""
+        n_bytes = n_tokens * self._bytes_per_token
+        return self.takes(n_tokens) and 0 < self._n_bytes_max - self._n_bytes >= n_bytes
+
     def add(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
         """Save the prefix that a slot holds; return None if that is not worth it."""
         tiers = self.tiers
-        if tiers is None or len(tokens) < MIN_SAVED:
+        if tiers is None or not self.takes(len(tokens)):
             return None
         if (covering := tiers.covering(tokens, lora)) is not None:
             tiers.touch(covering)
-            return None
-        if self.copy_s(len(tokens)) > self._may_pause_s():
             return None
         state = self.copy_of(slot, f"prefix of {len(tokens)} tokens")
         return None if state is None else tiers.add(tokens, lora, state)

@@ -190,10 +190,10 @@ def test_a_prefix_whose_file_is_gone_is_forgotten_unless_it_is_in_memory_too() -
 
 
 # --- With the core ------------------------------------------------------------------------------
-def served(sim: Simulator, prompt: bytes) -> int:
+def served(sim: Simulator, prompt: bytes, *, max_tokens: int = 2) -> int:
     """How many tokens of a prompt were computed for its answer."""
     n_before = sim.core.statistics().n_prefill_tokens
-    sim.submit(prompt, max_tokens=2)
+    sim.submit(prompt, max_tokens=max_tokens)
     sim.run()
     return sim.core.statistics().n_prefill_tokens - n_before
 
@@ -399,8 +399,10 @@ def test_a_copy_that_would_break_the_pace_of_streams_is_not_made(target_ms: floa
     sim.submit(b"s", max_tokens=60)
     sim.tick(3)
     sim.submit(b"o" * 150, max_tokens=1)
-    sim.run()
+    sim.tick(40)
+    assert any(sequence.is_decoding for sequence in sim.core.queue.running)
     assert (sim.core.statistics().n_prefix_bytes_host > 0) == (target_ms is None)
+    sim.run()
     sim.check_outcomes()
     sim.check_idle()
 

@@ -1,0 +1,121 @@
+"""Prefixes that no request uses leave the cells: in the unified layout each row visits the cells of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cllm.engine.core import cells
+from cllm.engine.core.cells import N_ROWS_COMPUTE, N_ROWS_COPY
+from tests.engine.core.test_prefix_tiers import MIB, served
+from tests.simulation.reference import endless
+from tests.simulation.simulator import Simulator
+
+PROMPT = bytes(range(200))
+
+
+def simulator(**options: Any) -> Simulator:
+    return Simulator(n_ctx=1024, n_seq_max=4, answer=endless, **options)
+
+
+def decode(sim: Simulator, n_rows: int) -> None:
+    """Decode so many rows of a request that shares nothing with the others."""
+    served(sim, b"\xff", max_tokens=n_rows + 1)
+
+
+def is_in_cells(sim: Simulator, prompt: bytes) -> bool:
+    """True if a cached prefix begins with a prompt."""
+    entries = sim.core.manager.cells.prefixes.entries
+    return any(bytes(entry.tokens[: len(prompt)].tolist()) == prompt for entry in entries)
+
+
+def test_a_prefix_that_many_rows_pass_moves_to_host_memory_and_returns_uncomputed() -> None:
+    sim = simulator(prefix_cache_bytes=MIB)
+    served(sim, PROMPT)
+    decode(sim, N_ROWS_COPY - 2)
+    assert is_in_cells(sim, PROMPT)
+    assert sim.core.statistics().n_prefix_bytes_host == 0
+    decode(sim, 4)
+    assert not is_in_cells(sim, PROMPT)
+    assert sim.core.statistics().n_prefix_bytes_host > 0
+    assert served(sim, PROMPT + b"!") <= 2
+    assert sim.core.statistics().n_restored_prefixes == 1
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefix_cache_bytes": 0}, {"prefix_cache_bytes": 100}], ids=str
+)
+def test_where_host_memory_has_no_room_it_stays_until_computing_it_again_is_cheaper(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
+    monkeypatch.setattr(cells, "N_ROWS_COMPUTE", 3 * N_ROWS_COPY)
+    sim = simulator(**options)
+    served(sim, PROMPT)
+    sim.core.manager.saved._bytes_per_token = 1.0
+    decode(sim, 2 * N_ROWS_COPY)
+    assert is_in_cells(sim, PROMPT)
+    decode(sim, 2 * N_ROWS_COPY)
+    assert not is_in_cells(sim, PROMPT)
+    assert served(sim, PROMPT + b"!") > len(PROMPT) - 2
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+def test_prefixes_that_share_most_cells_are_not_copied() -> None:
+    sim = simulator(prefix_cache_bytes=MIB)
+    for letter in b"abc":
+        served(sim, PROMPT + bytes([letter]) * 30)
+    decode(sim, 2 * N_ROWS_COPY)
+    assert all(is_in_cells(sim, PROMPT + bytes([letter])) for letter in b"abc")
+    assert sim.core.statistics().n_prefix_bytes_host == 0
+
+
+def test_a_prefix_that_is_used_stays() -> None:
+    sim = simulator(prefix_cache_bytes=MIB)
+    for number in range(20):
+        assert (served(sim, PROMPT) <= 1) == (number > 0)
+        decode(sim, N_ROWS_COPY // 4)
+    assert sim.core.statistics().n_restored_prefixes == 0
+
+
+@pytest.mark.parametrize(
+    "memory", [{"kv_unified": False}, {"has_pos_min": False}], ids=["per-sequence", "recurrent"]
+)
+def test_where_rows_visit_no_cells_of_others_prefixes_stay(memory: dict[str, bool]) -> None:
+    sim = simulator(prefix_cache_bytes=MIB, **memory)
+    served(sim, PROMPT)
+    decode(sim, 4 * N_ROWS_COPY // 3)
+    assert is_in_cells(sim, PROMPT)
+
+
+def test_the_prefix_of_a_running_request_stays() -> None:
+    sim = simulator(prefix_cache_bytes=MIB)
+    served(sim, PROMPT)
+    sim.submit(PROMPT, max_tokens=2 * N_ROWS_COPY)
+    sim.tick(2 * N_ROWS_COPY - 20)
+    assert is_in_cells(sim, PROMPT)
+    sim.run()
+    sim.check_idle()
+
+
+def test_a_prefix_behind_much_that_has_left_moves_to_the_front() -> None:
+    """It was computed beside others: its requests would visit their cells as long as it stays."""
+    sim = simulator(prefix_cache_bytes=MIB)
+    for letter in b"xyz":
+        served(sim, bytes([letter]) * 250)
+    kv_cache = sim.core.kv_cache
+    assert kv_cache.n_peak >= 750
+    while any(is_in_cells(sim, bytes([letter])) for letter in b"xyz"):
+        served(sim, PROMPT, max_tokens=16)
+    assert (kv_cache.n_held, kv_cache.n_peak) == (0, 0)
+    assert served(sim, PROMPT) <= 1, "it is restored"
+    assert kv_cache.n_peak < 250
+    sim.check_outcomes()
+    sim.check_idle()
+
+
+def test_the_limits_are_in_their_order() -> None:
+    assert N_ROWS_COPY < N_ROWS_COMPUTE
