@@ -64,6 +64,10 @@ _UP_DOWN = "ffn_up.weight:n_embd,n_ff ffn_down.weight:n_ff,n_embd "
 _FFN = "ffn_norm.weight:n_embd ffn_gate.weight:n_embd,n_ff " + _UP_DOWN
 _LLAMA = "attn_norm.weight:n_embd " + _ATTENTION + _FFN
 _QWEN3 = _LLAMA + "attn_q_norm.weight:n_rot attn_k_norm.weight:n_rot "
+_QWEN3_MOE = _QWEN3.replace(_FFN, "ffn_norm.weight:n_embd ffn_gate_inp.weight:n_embd,n_expert ") + (
+    "ffn_gate_exps.weight:n_embd,n_ff,n_expert ffn_up_exps.weight:n_embd,n_ff,n_expert "
+    "ffn_down_exps.weight:n_ff,n_embd,n_expert "
+)
 _QWEN2VL = _LLAMA + "attn_q.bias:n_embd_q attn_k.bias:n_embd_kv attn_v.bias:n_embd_kv "
 _GEMMA3 = _QWEN3 + "post_attention_norm.weight:n_embd post_ffw_norm.weight:n_embd "
 _MAMBA = (
@@ -107,6 +111,7 @@ _FIXED_SIZES = {
     "d_x": 4 + 2 * 16,
     "n_bucket": 32,
     "n_label": 3,
+    "n_expert": 4,
     "n_score": 1,
     # Sizes of Qwen3.5's delta nets: 16 heads of 128 for keys, and 16 of 128 for values.
     "n_value_head": 16,
@@ -185,7 +190,7 @@ class Model:
         for place, entries in parts:
             for name, _, dimensions in (entry.partition(":") for entry in entries.split()):
                 shape = tuple(sizes[dimension] for dimension in reversed(dimensions.split(",")))
-                by_rank = None if len(shape) == 2 else float(not name.endswith(".bias"))
+                by_rank = None if len(shape) > 1 else float(not name.endswith(".bias"))
                 yield Tensor(place + name, shape, _FILLS.get(name, by_rank))
 
 
@@ -210,6 +215,9 @@ MODELS: dict[str, Model] = {
     "tiny-llama": Model("llama, for most tests", "llama", _TINY, _UNTIED, (_LLAMA,) * 2),
     "tiny-qwen3": Model(
         "the architecture of qwen3-0.6b", "qwen3", _TINY, _UNTIED, (_QWEN3,) * 2, _QWEN3_KEYS),
+    "tiny-moe": Model(
+        "two of four experts for each token", "qwen3moe", _TINY, _UNTIED, (_QWEN3_MOE,) * 2,
+        {**_QWEN3_KEYS, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 192}),
     "qwen3-wide": Model(
         "layers as wide as Qwen3-0.6B's, for K-quants and all their kernels",
         "qwen3", Shape(1024, 3072, 16, 8, 128, 260, 2048), _UNTIED, (_QWEN3,) * 2, _QWEN3_KEYS,
