@@ -144,9 +144,12 @@ def serving(cllm: Path, environment: dict[str, str]) -> Iterator[str]:
 
 def look_at_server(address: str) -> None:
     """Request an answer of the model, the page, and every file that the page loads."""
-    asked = {"messages": [{"role": "user", "content": "12 + 30 = ?"}], "max_tokens": 8}
+    asked = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "temperature": 0}
     answer = json.loads(fetch(f"{address}/v1/chat/completions", asked))
-    say(f"cllm serve: {answer['choices'][0]['message']['content']!r}")
+    content = answer["choices"][0]["message"]["content"]
+    if content != "42":
+        raise RuntimeError(f"cllm serve answers {content!r} to {asked}, not 42")
+    say(f"cllm serve: {content!r}")
     page = fetch(address + "/").decode()
     for name in page.split('"'):
         if name.startswith("page/"):
