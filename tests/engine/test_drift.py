@@ -17,9 +17,16 @@ HEAD = "note:" + "It was a bright cold day in April. " * 16 + "\n"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_shared", [False, True], ids=["distinct", "shared head"])
 @pytest.mark.parametrize(
-    "options", [{}, {"prefix_cache": False}, {"prefix_cache_bytes": 0}], ids=str
+    ("options", "is_shared"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"prefix_cache": False}, False),
+        ({"prefix_cache": False}, True),
+        ({"prefix_cache_bytes": 0}, False),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kv_unified", ["auto", True, False])
 async def test_rows_visit_as_many_cells_after_other_requests_as_at_first(
@@ -29,6 +36,7 @@ async def test_rows_visit_as_many_cells_after_other_requests_as_at_first(
     options: dict[str, Any],
     is_shared: bool,
 ) -> None:
+    monkeypatch.setattr(cells, "N_ROWS_COPY", 64)
     monkeypatch.setattr(cells, "N_ROWS_COMPUTE", 256)
     head = HEAD if is_shared else ""
     with attended_cells(monkeypatch) as visited:

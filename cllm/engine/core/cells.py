@@ -15,7 +15,7 @@ from cllm.engine.core.decoder import CacheMemory
 from cllm.engine.core.kv_cache import KVCache, Slot
 from cllm.engine.core.prefix_cache import CachedPrefix, Match, PrefixCache
 from cllm.engine.core.prefix_tiers import SavedPrefix, Tokens
-from cllm.engine.core.saved_states import SavedStates
+from cllm.engine.core.saved_states import MIN_SAVED, SavedStates
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.lora import LoraUse
@@ -34,11 +34,13 @@ MIN_TAKEN_SHARE = 1 / 2
 # host memory for its cells only if this share of them is its own.
 MIN_OWN_SHARE = 0.9
 # In the unified layout each decoded row visits the cells of all sequences, also those that its mask
-# excludes.  After so many rows, a prefix in cells has cost as much as a copy to host memory and back,
-# or as computing it again.  Measured on two cores: 47 to 60 and 17,000 to 22,000 (SmolLM2-135M), 100 to
-# 177 and 19,000 to 33,000 (layers of Qwen3-0.6B's size).
-N_ROWS_COPY, N_ROWS_COMPUTE = 128, 16_384
+# excludes.  After so many rows, a prefix in cells has cost as much as computing it again, or some times as
+# much as a copy to host memory and back, for which all streams have to wait.  Measured on two cores: 17,000
+# to 22,000 and 47 to 60 (SmolLM2-135M), 19,000 to 33,000 and 100 to 177 (layers of Qwen3-0.6B's size).
+N_ROWS_COPY, N_ROWS_COMPUTE = 512, 16_384
 N_VISITED_STEP = 256  # attention visits a multiple of this
+# Prefixes that would be computed again leave the cells only if they hold a small part of those visited.
+MIN_LEFT_OVER = 16
 
 
 class Cells:
@@ -92,8 +94,9 @@ class Cells:
 
     @property
     def _is_visited(self) -> bool:
-        """True if rows visit the cells of other sequences."""
-        return self.kv_cache.shares_cells and not self.kv_cache.is_recurrent
+        """True if rows visit the cells of other sequences, and the bookkeeping is right."""
+        is_right = self.fault is None
+        return is_right and self.kv_cache.shares_cells and not self.kv_cache.is_recurrent
 
     # --- Sharing -----------------------------------------------------------------------------
     def match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
@@ -303,16 +306,21 @@ class Cells:
                 return
 
     def compact(self) -> None:
-        """Evict all prefixes if they hold few of the cells that were in use; no sequence runs.
+        """Evict all prefixes if few of the cells that rows visit are in use; no sequence runs.
 
         Attention visits all cells up to the last one in use, and llama.cpp moves no cell.  A prefix that was
         computed beside much else would make its requests visit as many cells as at that time.
         """
-        kv_cache = self.kv_cache
-        n_left_over = kv_cache.n_peak - kv_cache.n_held
-        if self._is_visited and n_left_over >= max(kv_cache.n_held, N_VISITED_STEP):
-            while self.prefixes.entries:
-                self.evict(self.prefixes.entries[0])
+        kv_cache, entries = self.kv_cache, self.prefixes.entries
+        n_left_over = kv_cache.n_visited - kv_cache.n_held
+        if not self._is_visited or n_left_over < N_VISITED_STEP:
+            return
+        lengths = [entry.slot.n_computed for entry in entries]
+        n_saved = sum(n for n in lengths if n >= MIN_SAVED)
+        is_kept = not n_saved or self._saved.keeps(n_saved)
+        if n_left_over >= sum(lengths) * (1 if is_kept else MIN_LEFT_OVER):
+            while entries:
+                self.evict(entries[0])
 
     def erase(self, seq_id: int) -> int:
         """Evict the cached prefix of a seq_id without saving it; return its number of tokens.

@@ -273,7 +273,10 @@ class EngineCore:
         self.turns.begin_gap(chunks, self.queue.running, self._clock(), is_encoding=is_encoding)
         if media is not None and media.has_users and self.manager.cells.fault is None:
             self._tick_media(media, chunks)
-        if not self.queue.running:
+
+    def rest(self) -> None:
+        """Tidy the cells; call it between two ticks, after the events have been taken."""
+        if not self.queue.running and not self.queue.waiting:
             self.manager.cells.compact()
 
     def _tick_media(self, media: MediaStore, chunks: list[Chunk]) -> None:

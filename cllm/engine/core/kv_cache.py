@@ -31,9 +31,12 @@ class CacheReader(Protocol):
 
 
 class Extent:
-    """Positions `[start, end)` in cells with the same holders: `n_live` live slots, `n_cached` cached ones."""
+    """Positions `[start, end)` in cells with the same holders: `n_live` live slots, `n_cached` cached ones.
 
-    __slots__ = ("end", "n_cached", "n_live", "parent", "start")
+    `reach` estimates the last of its cells: the number of cells in use when it was stored.
+    """
+
+    __slots__ = ("end", "n_cached", "n_live", "parent", "reach", "start")
 
     def __init__(self, parent: Extent | None, start: int, end: int) -> None:
         self.parent: Extent | None = parent
@@ -41,6 +44,7 @@ class Extent:
         self.end: int = end
         self.n_live: int = 0
         self.n_cached: int = 0
+        self.reach: int = 0
 
 
 class Slot:
@@ -106,8 +110,6 @@ class KVCache:
         Distinct cells held by live requests, and by the prefix cache; some may be both.
     n_held : int
         Distinct cells held by either.
-    n_peak : int
-        Largest `n_held` since no cell was held.
     """
 
     def __init__(
@@ -139,7 +141,6 @@ class KVCache:
         self.n_used: int = 0
         self.n_cached: int = 0
         self.n_held: int = 0
-        self.n_peak: int = 0
 
     # --- What there is -----------------------------------------------------------------------
     @property
@@ -198,6 +199,12 @@ class KVCache:
         return found
 
     @property
+    def n_visited(self) -> int:
+        """Estimated number of cells up to the last one in use."""
+        slots = self._slots.values()
+        return max((e.reach for slot in slots for e in slot.extents()), default=0)
+
+    @property
     def is_recurrent(self) -> bool:
         """True if a sequence has a state, which llama.cpp moves as it computes other sequences."""
         return not self.has_pos_min and not self.is_windowed
@@ -234,7 +241,7 @@ class KVCache:
             self._hold(leaf, slot.is_cached, +1)
         leaf.end = slot.n_computed = start + n_tokens
         self.n_held += n_tokens
-        self.n_peak = max(self.n_peak, self.n_held)
+        leaf.reach = max(leaf.reach, self.n_held)
         if slot.is_cached:
             self.n_cached += n_tokens
         else:
@@ -299,7 +306,6 @@ class KVCache:
             before, extent.n_live = extent.n_live, extent.n_live + change
             self.n_used += ((extent.n_live > 0) - (before > 0)) * n_cells
         self.n_held += ((extent.n_live + extent.n_cached > 0) - was_held) * n_cells
-        self.n_peak = max(self.n_peak, self.n_held) if self.n_held else 0
 
     def _cut(self, slot: Slot, n_tokens: int) -> Extent:
         """Return the extent of a slot that ends at `n_tokens`, and cut one if needed."""
@@ -310,6 +316,7 @@ class KVCache:
             return extent
         head = Extent(extent.parent, extent.start, n_tokens)
         head.n_live, head.n_cached = extent.n_live, extent.n_cached
+        head.reach = max(0, extent.reach - (extent.end - n_tokens))
         # The tail stays the object that the leaves of its holders point to.
         extent.parent, extent.start = head, n_tokens
         return head
@@ -362,3 +369,4 @@ def _merge(slot: Slot) -> None:
             and parent.n_cached == extent.n_cached
         ):
             extent.parent, extent.start = parent.parent, parent.start
+            extent.reach = max(extent.reach, parent.reach)

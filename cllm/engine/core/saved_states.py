@@ -170,9 +170,14 @@ class SavedStates:
         return self.copy_s(n_tokens) <= self._may_pause_s()
 
     def keeps(self, n_tokens: int) -> bool:
-        """Return True if a prefix of so many tokens would stay in host memory, perhaps instead of older ones."""
-        n_bytes = n_tokens * self._bytes_per_token
-        return self.takes(n_tokens) and 0 < self._n_bytes_max - self._n_bytes >= n_bytes
+        """Return True if so many tokens would stay in host memory and be restored from there.
+
+        They may take the place of older ones.
+        """
+        n_bytes, n_left = n_tokens * self._bytes_per_token, self._n_bytes_max - self._n_bytes
+        computed_s = self._recompute_s(n_tokens)
+        is_dear = 0 < computed_s < self.copy_s(n_tokens) + self.restore_s(n_tokens)
+        return self.takes(n_tokens) and 0 < n_left >= n_bytes and not is_dear
 
     def add(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
         """Save the prefix that a slot holds; return None if that is not worth it."""

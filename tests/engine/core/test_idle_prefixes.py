@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 
 from cllm.engine.core import cells
-from cllm.engine.core.cells import N_ROWS_COMPUTE, N_ROWS_COPY
 from tests.engine.core.test_prefix_tiers import MIB, served
 from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator
 
 PROMPT = bytes(range(200))
+N_ROWS_COPY = 64
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows than by default, so that a test decodes them fast."""
+    monkeypatch.setattr(cells, "N_ROWS_COPY", N_ROWS_COPY)
 
 
 def simulator(**options: Any) -> Simulator:
@@ -107,15 +113,44 @@ def test_a_prefix_behind_much_that_has_left_moves_to_the_front() -> None:
     for letter in b"xyz":
         served(sim, bytes([letter]) * 250)
     kv_cache = sim.core.kv_cache
-    assert kv_cache.n_peak >= 750
-    while any(is_in_cells(sim, bytes([letter])) for letter in b"xyz"):
+    assert kv_cache.n_visited >= 750
+    while kv_cache.n_held:
         served(sim, PROMPT, max_tokens=16)
-    assert (kv_cache.n_held, kv_cache.n_peak) == (0, 0)
+        sim.core.rest()
     assert served(sim, PROMPT) <= 1, "it is restored"
-    assert kv_cache.n_peak < 250
+    sim.core.rest()
+    assert is_in_cells(sim, PROMPT)
+    assert kv_cache.n_visited < 250
     sim.check_outcomes()
     sim.check_idle()
 
 
-def test_the_limits_are_in_their_order() -> None:
-    assert N_ROWS_COPY < N_ROWS_COMPUTE
+def test_prefixes_that_would_be_computed_again_move_only_if_much_more_is_free() -> None:
+    sim = simulator(prefix_cache_bytes=0)
+    for letter in b"xyz":
+        served(sim, bytes([letter]) * 250)
+    served(sim, PROMPT)
+    cells_of_sim = sim.core.manager.cells
+    while len(entries := cells_of_sim.prefixes.entries) > 1:
+        cells_of_sim.evict(entries[0], saves=False)
+    sim.core.rest()
+    assert is_in_cells(sim, PROMPT)
+
+
+def test_prefixes_that_begin_alike_are_not_copied_one_by_one() -> None:
+    """They hold 320 cells, and copies would have 720 tokens."""
+    sim = simulator(prefix_cache_bytes=MIB)
+    served(sim, b"x" * 500)
+    for letter in b"abc":
+        served(sim, PROMPT + bytes([letter]) * 40)
+    sim.core.manager.cells.erase(sim.core.manager.cells.prefixes.entries[0].slot.seq_id)
+    sim.core.rest()
+    assert is_in_cells(sim, PROMPT)
+
+
+def test_a_prefix_cut_short_is_where_it_was_computed() -> None:
+    sim = simulator(prefix_cache_bytes=MIB, prefix_cache_tokens=100)
+    for letter in b"ab":
+        served(sim, PROMPT * 3 + bytes([letter]))
+        sim.core.rest()
+        assert is_in_cells(sim, PROMPT[:100])
