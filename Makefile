@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-vulkan-smoke test-cuda-compile test-real test-full test-pythons test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-vulkan-smoke test-cuda-compile test-aarch64 test-real test-full test-pythons test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -27,6 +27,7 @@ help:
 	@echo "make test-rpc    layers of a model on llama.cpp's RPC servers, on this machine"
 	@echo "make test-vulkan layers of a model on lavapipe, Mesa's software Vulkan driver"
 	@echo "make test-cuda-compile   the CUDA backend, compiled and linked where there is nvcc"
+	@echo "make test-aarch64        libllama for aarch64, under qemu"
 	@echo "make soak    requests of every kind, for MINUTES (default: 1), with injected faults"
 	@echo "make check   ruff, mypy --strict, and the rules of prose"
 	@echo "make docs    the documentation as a site, in build/docs/site; make pictures takes its pictures"
@@ -101,27 +102,27 @@ test-rpc:
 	@PYTHON=$(PYTHON) ./build_llama.sh --rpc --prefix build/rpc
 	@CLLM_LIBRARY=build/rpc .venv/bin/python -m pytest -q -m rpc --timeout=120 tests/rpc $(PYTEST_ARGS)
 
-# Layers on lavapipe, Mesa's software Vulkan driver, which appears as two GPUs.  Fused operations crash it (Mesa 22.3),
-# and so do some dozens of engines in one process.
+# Layers on lavapipe, Mesa's software Vulkan driver, which appears as two GPUs.
 # The first time, building takes a quarter of an hour.
-LAVAPIPE := GGML_VK_VISIBLE_DEVICES=0,0 GGML_VK_DISABLE_FUSION=1
 test-vulkan:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
-	@PYTHON=$(PYTHON) ./build_llama.sh --vulkan --prefix build/vulkan
-	@for file in tests/gpu/test_*.py; do CLLM_LIBRARY=build/vulkan $(LAVAPIPE) \
-	  .venv/bin/python -m pytest -q -m gpu --timeout=900 $$file $(PYTEST_ARGS) || exit 1; done
+	@PYTHON=$(PYTHON) ./build_llama.sh --vulkan --tools --prefix build/vulkan
+	@.venv/bin/python -m tools.test_vulkan build/vulkan
 
-# Two of its tests, with a library from npm.
+# Those of its tests that decode nothing, with a library from npm: Mesa 22.3 crashes in many decodes.
 test-vulkan-smoke:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@tools/fetch_vulkan_library.sh build/vulkan-npm
-	@CLLM_LIBRARY=build/vulkan-npm $(LAVAPIPE) .venv/bin/python -m pytest -q -m gpu --timeout=900 tests/gpu \
-	  -k "prefixes_are_shared or rejected_by_name" $(PYTEST_ARGS)
+	@.venv/bin/python -m tools.test_vulkan build/vulkan-npm -k "rejected_by_name or bytes_are or doctor"
 
 test-cuda-compile:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@if command -v nvcc >/dev/null; then PYTHON=$(PYTHON) ./build_llama.sh --cuda --prefix build/cuda; \
 	  else echo "there is no nvcc: nothing is compiled"; fi
+
+test-aarch64:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@tools/test_aarch64.sh
 
 # What both leave out: the full numbers of docs/reliability.md.
 test-exhaustive:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cllm import Engine, EngineConfig, ModelLoadError
-from cllm.bindings import Context, Device, Model, devices
+from cllm.bindings import Context, Device, Model, devices, library
 from cllm.bindings._library import captured_log
 from cllm.doctor.installation import check_gpus
 from cllm.engine.config import EMBEDDED_MODEL
@@ -100,6 +102,71 @@ def test_bytes_are_where_llama_cpp_puts_them(
             taken[found[1] if found[1] in taken else HOST] += float(found[2])
     for device, n_mib in taken.items():
         assert foretold[device] / MIB == pytest.approx(n_mib, rel=0.03, abs=0.3), device
+
+
+# What a library says about each layer, each tensor that is placed by its name, and each buffer.
+PLACED = re.compile(
+    r"layer +\d+ assigned to device \w+|tensor \S+ .*buffer type overridden to \w+"
+    r"|\S+ (?:model|KV) buffer size = +[\d.]+ MiB"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, "-ngl 99"),
+        ({"n_gpu_layers": 0}, "-ngl 0"),
+        ({"n_gpu_layers": 2}, "-ngl 2"),
+        ({"tensor_split": [3, 1]}, "-ngl 99 -ts 3,1"),
+        ({"split_mode": "none"}, "-ngl 99 -sm none"),
+        ({"split_mode": "none", "main_gpu": 1}, "-ngl 99 -sm none -mg 1"),
+        ({"devices": ["Vulkan1"]}, "-ngl 99 -dev Vulkan1"),
+        ({"devices": []}, "-dev none"),
+        ({"kv_offload": False}, "-ngl 99 -nkvo"),
+        ({"override_tensor": ["attn_(q|k)=CPU"]}, "-ngl 99 -ot attn_(q|k)=CPU"),
+        ({"n_cpu_moe": 1}, "-ngl 99 -ncmoe 1"),
+        ({"load_mode": "none"}, "-ngl 99 -lm none"),
+    ],
+    ids=str,
+)
+def test_tensors_are_where_llama_server_puts_them(
+    gpus: Sequence[Device], options: dict[str, Any], flags: str
+) -> None:
+    server = Path(library().path).resolve().parents[1] / "bin" / "llama-server"
+    if not server.exists():
+        pytest.skip("this library was built without --tools")
+    if "Vulkan1" in flags and gpus[-1].name != "Vulkan1":
+        pytest.skip("these GPUs have other names")
+    path = make_model.ensure("tiny-moe", "Q8_0")
+    settings = ["-c", "1024", "-np", "1", "-fit", "off", "--no-warmup", "--port", "0", "-v"]
+    theirs = set[str]()
+    with subprocess.Popen(
+        [server, "-m", path, *settings, *flags.split()], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                theirs |= {found[0] for found in PLACED.finditer(line)}
+                if "listening on" in line:
+                    break
+            else:
+                pytest.fail(f"llama-server does not take {flags}")
+        finally:
+            process.kill()
+    config = EngineConfig(model=path, n_ctx=1024, **options)
+    with (
+        captured_log() as lines,
+        Model(
+            path,
+            n_gpu_layers=config.n_gpu_layers,
+            placement=placement_of(config),
+            load_mode=config.load_mode,
+        ) as model,
+    ):
+        Context(model, n_ctx=1024, offload_kqv=config.kv_offload).close()
+    ours = {found[0] for line in lines for found in PLACED.finditer(line)}
+    assert ours == theirs
+    assert any("model buffer size" in line for line in ours)
 
 
 # --- Memory --------------------------------------------------------------------------------------
