@@ -113,7 +113,7 @@ test-vulkan:
 test-vulkan-smoke:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@tools/fetch_vulkan_library.sh build/vulkan-npm
-	@.venv/bin/python -m tools.test_vulkan build/vulkan-npm -k "rejected_by_name or bytes_are or doctor"
+	@.venv/bin/python -m tools.test_vulkan build/vulkan-npm --together -k "rejected_by_name or bytes_are or doctor"
 
 test-cuda-compile:
 	@PYTHON=$(PYTHON) tools/setup.sh dev

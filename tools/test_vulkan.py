@@ -1,6 +1,6 @@
 """Run the tests of GPUs on lavapipe, Mesa's software Vulkan driver, each in a process of its own.
 
-    python -m tools.test_vulkan LIBRARY [-k EXPRESSION]
+    python -m tools.test_vulkan LIBRARY [-k EXPRESSION] [--together]
 
 LIBRARY is a directory with a libllama that has the Vulkan backend.  Mesa 22.3 (Debian 12) ends every second
 process that decodes, with SIGSEGV in a thread of its own, or with SIGABRT.  Such a test is repeated, at most
@@ -28,7 +28,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu", "--timeout=9
 
 def names_of(selection: list[str], environment: dict[str, str]) -> Iterator[str]:
     """Yield the names of the selected tests."""
-    command = [*PYTEST, "--collect-only", "tests/gpu", *selection]
+    command = [*PYTEST, "--collect-only", *selection]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
@@ -40,26 +40,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library")
     parser.add_argument("-k", default="", metavar="EXPRESSION")
+    parser.add_argument("--together", action="store_true", help="all tests in one process")
     options = parser.parse_args()
+    selection = ["tests/gpu", "-k", options.k]
     environment = os.environ | LAVAPIPE | {"CLLM_LIBRARY": options.library}
     n_passed, n_crashes, failed = 0, 0, list[str]()
-    for name in names_of(["-k", options.k], environment):
+    runs = [selection] if options.together else ([n] for n in names_of(selection, environment))
+    for run in runs:
         begun = time.monotonic()
         for _ in range(N_TRIES):
             done = subprocess.run(
-                [*PYTEST, name], env=environment, capture_output=True, text=True, check=False
+                [*PYTEST, *run], env=environment, capture_output=True, text=True, check=False
             )
             if done.returncode not in CRASHES:
                 break
             n_crashes += 1
         if done.returncode:
-            failed.append(name)
+            failed.append(run[0])
             print(done.stdout, done.stderr, sep="\n")
-        else:
-            n_passed += 1
-        took_s = time.monotonic() - begun
-        print(f"{name}: exit {done.returncode} after {took_s:.0f} s", flush=True)
-    print(f"{n_passed} passed, {len(failed)} failed; the driver crashed {n_crashes} times")
+        n_passed += not done.returncode
+        took_s, lines = time.monotonic() - begun, done.stdout.split("\n")
+        summary = next((line for line in reversed(lines) if line), "no output")
+        print(f"{run[0]}: exit {done.returncode} after {took_s:.0f} s: {summary}", flush=True)
+    print(f"{n_passed} runs passed, {len(failed)} failed; the driver crashed {n_crashes} times")
     sys.exit(bool(failed) or not n_passed)
 
 
