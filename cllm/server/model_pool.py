@@ -24,7 +24,7 @@ from cllm.server.operation.metrics import Metrics
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
-MAX_LAYERS = 1000  # more than any model has
+ALL_LAYERS = 1000  # more than any model has
 
 
 class PooledModel:
@@ -90,7 +90,7 @@ class PooledModel:
         """
         engine = self._engine
         if needs_gpus and engine.n_gpu_layers == -1:
-            engine = replace(engine, n_gpu_layers=MAX_LAYERS)
+            engine = replace(engine, n_gpu_layers=ALL_LAYERS)
         await self._make_engine(engine).check_memory()
 
     async def load(self, tasks: TaskGroup) -> None:

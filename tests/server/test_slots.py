@@ -17,14 +17,11 @@ def test_cached_prefixes_are_erased(server: Server) -> None:
         client.post("/generate", json=GREEDY)
         cached = [s for s in client.get("/slots").json() if s["state"] == "cached"]
         assert cached
-        for number, slot in enumerate(cached):
+        for slot in cached:
             url = f"/slots/{slot['seq_id']}?action=erase"
-            erased = client.post(url).json()
-            assert erased["id_slot"] == slot["seq_id"]
-            # The others may leave the cells by themselves as soon as much around them is free.
-            assert erased["n_erased"] in {slot["n_computed"], 0 if number else slot["n_computed"]}
+            erased = {"id_slot": slot["seq_id"], "n_erased": slot["n_computed"]}
+            assert client.post(url).json() == erased
             assert client.post(url).json()["n_erased"] == 0
-        assert not [s for s in client.get("/slots").json() if s["state"] == "cached"]
         assert client.post("/generate", json=GREEDY).json()["usage"]["cached_tokens"] == 0
 
 

@@ -95,8 +95,8 @@ class Cells:
     @property
     def _is_visited(self) -> bool:
         """True if rows visit the cells of other sequences, and the bookkeeping is right."""
-        is_right = self.fault is None
-        return is_right and self.kv_cache.shares_cells and not self.kv_cache.is_recurrent
+        kv_cache = self.kv_cache
+        return self.fault is None and kv_cache.shares_cells and not kv_cache.is_recurrent
 
     # --- Sharing -----------------------------------------------------------------------------
     def match(self, sequence: Sequence, running: Iterable[Sequence]) -> Match:
@@ -312,8 +312,10 @@ class Cells:
         computed beside much else would make its requests visit as many cells as at that time.
         """
         kv_cache, entries = self.kv_cache, self.prefixes.entries
+        if not self._is_visited:
+            return
         n_left_over = kv_cache.n_visited - kv_cache.n_held
-        if not self._is_visited or n_left_over < N_VISITED_STEP:
+        if n_left_over < N_VISITED_STEP:
             return
         lengths = [entry.slot.n_computed for entry in entries]
         n_saved = sum(n for n in lengths if n >= MIN_SAVED)

@@ -175,9 +175,10 @@ class SavedStates:
         They may take the place of older ones.
         """
         n_bytes, n_left = n_tokens * self._bytes_per_token, self._n_bytes_max - self._n_bytes
+        if not self.takes(n_tokens) or n_left <= 0 or n_left < n_bytes:
+            return False
         computed_s = self._recompute_s(n_tokens)
-        is_dear = 0 < computed_s < self.copy_s(n_tokens) + self.restore_s(n_tokens)
-        return self.takes(n_tokens) and 0 < n_left >= n_bytes and not is_dear
+        return not 0 < computed_s < self.copy_s(n_tokens) + self.restore_s(n_tokens)
 
     def add(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
         """Save the prefix that a slot holds; return None if that is not worth it."""

@@ -219,7 +219,8 @@ class InferenceThread(EngineHost):
         while True:
             self._busy_since = None
             if is_idle := not core.has_work:
-                core.rest()
+                if n_ended:
+                    core.rest()
                 self._audit_when_idle(core)
             commands = self._drain(core, n_ended)
             self._busy_since = time.perf_counter()

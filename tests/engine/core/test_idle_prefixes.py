@@ -108,7 +108,7 @@ def test_the_prefix_of_a_running_request_stays() -> None:
 
 
 def test_a_prefix_behind_much_that_has_left_moves_to_the_front() -> None:
-    """It was computed beside others: its requests would visit their cells as long as it stays."""
+    """A prefix that was computed beside others makes its requests visit the cells of those others."""
     sim = simulator(prefix_cache_bytes=MIB)
     for letter in b"xyz":
         served(sim, bytes([letter]) * 250)
