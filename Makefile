@@ -1,5 +1,5 @@
 # The two commands of the README, and what CI runs.  Everything is quick the second time.
-.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-vulkan-smoke test-cuda-compile test-real test-full test-pythons test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
+.PHONY: demo docs pictures test coverage test-process test-clients clients-newest test-ray test-rpc test-vulkan test-vulkan-smoke test-cuda-compile test-aarch64 test-real test-full test-pythons test-exhaustive test-archs test-asan test-leaks soak check bench release native clean help
 
 PYTHON ?= python3
 # Without bytecode files each process of the tests compiles 760 modules.
@@ -27,6 +27,7 @@ help:
 	@echo "make test-rpc    layers of a model on llama.cpp's RPC servers, on this machine"
 	@echo "make test-vulkan layers of a model on lavapipe, Mesa's software Vulkan driver"
 	@echo "make test-cuda-compile   the CUDA backend, compiled and linked where there is nvcc"
+	@echo "make test-aarch64        libllama for aarch64, and an engine on it, under qemu"
 	@echo "make soak    requests of every kind, for MINUTES (default: 1), with injected faults"
 	@echo "make check   ruff, mypy --strict, and the rules of prose"
 	@echo "make docs    the documentation as a site, in build/docs/site; make pictures takes its pictures"
@@ -58,8 +59,9 @@ test-full:
 PYTHONS ?= 3.11 3.12 3.13 3.14
 test-pythons:
 	@for version in $(PYTHONS); do \
-	  python=$$(command -v python$$version || ls -d $$HOME/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -1); \
-	  [ -n "$$python" ] && "$$python" -c "" 2>/dev/null || { echo "== Python $$version: not installed, not tested"; continue; }; \
+	  python=; for each in python$$version $$HOME/.pyenv/versions/$$version.*/bin/python; do \
+	    "$$each" -c "" 2>/dev/null && python=$$each && break; done; \
+	  [ -n "$$python" ] || { echo "== Python $$version: not installed, not tested"; continue; }; \
 	  VENV=.venv-$$version PYTHON=$$python tools/setup.sh dev || exit 1; echo "== Python $$version"; \
 	  .venv-$$version/bin/python -m pytest -q $(WORKERS) $(PYTEST_ARGS) || exit 1; \
 	done
@@ -118,6 +120,11 @@ test-cuda-compile:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@if command -v nvcc >/dev/null; then PYTHON=$(PYTHON) ./build_llama.sh --cuda --prefix build/cuda; \
 	  else echo "there is no nvcc: nothing is compiled"; fi
+
+# Needs qemu-user, g++-aarch64-linux-gnu and apt: compiling takes ten minutes.
+test-aarch64:
+	@PYTHON=$(PYTHON) tools/setup.sh dev
+	@tools/test_aarch64.sh
 
 # What both leave out: the full numbers of docs/reliability.md.
 test-exhaustive:

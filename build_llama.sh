@@ -51,7 +51,8 @@ them.
 
 Environment: XDG_CACHE_HOME (everything is kept in its subdirectory cllm), PYTHON (its pip downloads
 the source), CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS, CLLM_CHECK_MODEL (the float16 GGUF that the new
-library has to quantize and decode; default: the model embedded in cllm).
+library has to quantize and decode; default: the model embedded in cllm), CLLM_EMULATOR (a command
+that runs programs of the compiler's architecture).
 TEXT
 }
 
@@ -179,7 +180,9 @@ choose_flags() {
   if $portable; then
     flags+=(-DGGML_{BACKEND_DL,CPU_ALL_VARIANTS}"=ON" -DGGML_NATIVE=OFF)
   else
-    flags+=(-DGGML_{BACKEND_DL,CPU_ALL_VARIANTS}"=OFF" -DGGML_NATIVE=ON)
+    flags+=(-DGGML_{BACKEND_DL,CPU_ALL_VARIANTS}"=OFF")
+    # A compiler for another architecture knows nothing of the CPU that the code is for.
+    if [[ -n ${CLLM_EMULATOR:-} ]]; then flags+=(-DGGML_NATIVE=OFF); else flags+=(-DGGML_NATIVE=ON); fi
   fi
   # gcc and clang let these win over -march=native wherever they stand, and ggml asks the compiler's
   # own macros whether to compile its AMX kernels.
@@ -425,7 +428,8 @@ check_decode() {
 check_decode_with() {
   local status=0 what=${1:+ with $(basename "$1")}
   # Only crashes count here, and the leak checker itself fails where ptrace is forbidden.
-  ASAN_OPTIONS=detect_leaks=0 supervise bash -c '"$@"; exit $?' _ \
+  # shellcheck disable=SC2086  # the emulator may have arguments
+  ASAN_OPTIONS=detect_leaks=0 supervise bash -c '"$@"; exit $?' _ ${CLLM_EMULATOR:-} \
     "$scratch/decode_check" "$check_model" "$scratch" "$@" >"$scratch/log" 2>&1 || status=$?
   if ((status > 128)); then
     fail "libllama was built, but decoding a quantized model$what died with" \

@@ -14,9 +14,10 @@ from cllm import EngineConfig, InvalidArgumentError
 from cllm.engine.child_process import is_readable
 
 ROOT = Path(__file__).parents[1]
-# Written as `sitecustomize.py`, which Python imports at start, also in child processes.
+# Written as `sitecustomize.py`, which Python imports at start, also in child processes.  asyncio comes first: for
+# this system it needs `os.sysconf`.
 WITHOUT = """
-import os, signal, sys
+import asyncio, os, signal, sys
 for module in {modules!r}:
     sys.modules[module] = None
 for name in {functions!r}:

@@ -85,7 +85,10 @@ def layout(declared: Any, directories: Sequence[Path]) -> dict[str, Any]:
         done = _compiled([*lines, "return 0; }"], directories, "-o", str(program))
         if done.returncode:
             raise SystemExit(f"check_headers.py: the compiler fails: {done.stderr.strip()}")
-        told = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+        emulator = os.environ.get("CLLM_EMULATOR", "").split()
+        told = subprocess.run(
+            [*emulator, program], capture_output=True, text=True, check=True
+        ).stdout
     structs: dict[str, Any] = {}
     for line in told.splitlines():
         name, number = line.split()
