@@ -148,6 +148,18 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ),
     ),
     ("cllm.cli.pull", ("cllm", "cllm.cli", "cllm.hub")),
+    (
+        "cllm.cli.tune",
+        (
+            "cllm",
+            "cllm.cli",
+            "cllm.doctor",
+            "cllm.engine.core.tick_shares",
+            "cllm.engine.llama.tuner",
+            "cllm.engine.llama.tuning",
+            "cllm.system",
+        ),
+    ),
     # The interpreter of the engine's process begins before the server is imported.
     (
         "cllm.cli.serve",

@@ -23,6 +23,7 @@ MODULES = {
     "serve": "serve",
     "doctor": "doctor",
     "bench": "bench",
+    "tune": "tune",
     "pull": "pull",
     "models": "pull",
     "info": "info",

@@ -41,7 +41,7 @@ N_FIRST, N_LAST = 6, 2  # requests that a table shows; those between follow the 
 _STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
 
 
-def _check_plot(path: Path | None) -> Path | None:
+def check_plot(path: Path | None) -> Path | None:
     """Return the path of the plot; reject a wrong suffix or directory before the experiments."""
     if path is None:
         return None
@@ -233,7 +233,7 @@ def doctor(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(callback=_check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
+        typer.Option(callback=check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
     ] = None,
     threads: Annotated[
         int | None,

@@ -281,7 +281,7 @@ def options_table(kind: type[Flags]) -> list[str]:
     """Return the options of a configuration as lines of a Markdown table."""
     rows = ["| option | |", "|---|---|"]
     for name, stated, hint, said in _stated(kind, kind.own_defaults):
-        flags = ", ".join(f"`{flag}`" for flag in flags_of(name, stated, hint))
+        flags = ", ".join(f"`{flag.strip(' /')}`" for flag in flags_of(name, stated, hint))
         rows.append(f"| {flags} | {said.replace('|', chr(92) + '|')} (`{name}`) |")
         if name == "model":
             for _, option in map(get_args, kind.extra.values()):
@@ -307,7 +307,8 @@ def _stated(
 def flags_of(name: str, stated: Setting, hint: object) -> list[str]:
     """Return the names of an option as typer takes them: `--name`, or `--name/--no-name` for a bool."""
     if stated.flags:
-        return stated.flags.split()
+        # click takes a name that only means "no" after a space and a slash.
+        return [f" {flag}" if flag.startswith("/") else flag for flag in stated.flags.split()]
     flag = name.replace("_", "-")
     return [f"--{flag}/--no-{flag}" if _typed(name, hint) is bool else f"--{flag}"]
 

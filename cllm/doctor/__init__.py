@@ -20,7 +20,13 @@ from cllm.doctor.findings import (
     Shape,
     Status,
 )
-from cllm.doctor.plot import PLOT_FORMATS, has_matplotlib, save_plot, save_rows_plot
+from cllm.doctor.plot import (
+    PLOT_FORMATS,
+    has_matplotlib,
+    save_plot,
+    save_ratios_plot,
+    save_rows_plot,
+)
 from cllm.doctor.preflight import preflight_check
 from cllm.doctor.row_costs import N_TURNS, QUICK_N_TURNS, RowCosts, measure_rows
 
@@ -49,5 +55,6 @@ __all__ = (
     "measure_rows",
     "preflight_check",
     "save_plot",
+    "save_ratios_plot",
     "save_rows_plot",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,34 @@ def save_rows_plot(costs: RowCosts, path: Path, *, title: str) -> None:
     for axes, (label, values) in zip(figure.subplots(1, 2).flat, curves.items(), strict=True):
         axes.plot(rows, values, markersize=4, **_STYLES[0])
         _label(axes, label, "rows")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def save_ratios_plot(
+    ratios: Mapping[str, Mapping[str, float]], shapes: Sequence[str], path: Path, *, title: str
+) -> None:
+    """Draw ratios to 1 as bars; see `save_plot`.
+
+    Parameters
+    ----------
+    ratios : mapping
+        Ratios by shape, of each name in the legend.
+    shapes : sequence of str
+        Order of the shapes.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes, width = figure.subplots(), 0.8 / max(1, len(ratios))
+    for number, (name, of_shapes) in enumerate(ratios.items()):
+        places = [shapes.index(shape) + (number + 0.5) * width for shape in of_shapes]
+        axes.bar(places, list(of_shapes.values()), width, label=name)
+    axes.axhline(1.0, color="black", linewidth=1)
+    axes.set_xticks([i + 0.4 for i in range(len(shapes))], shapes)
+    axes.set_ylabel("time, as a ratio")
+    if ratios:
+        axes.legend(frameon=False, fontsize=9)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 

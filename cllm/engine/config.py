@@ -143,6 +143,9 @@ class EngineOptions(TypedDict, total=False):
     load_mode: str | None
     allow_overcommit: bool
     check_tensors: bool
+    repack: bool
+    tiled_matmul: bool
+    tune: Literal["cached", "auto"] | None
     max_queue: int
     prefix_cache: bool
     swa_full: bool | None
@@ -272,6 +275,17 @@ class EngineConfig:
         Load a model that does not fit into the available memory, with a warning.
     check_tensors : bool
         Look for NaN in the weights.
+    repack : bool
+        Rearrange weights in memory for the processor's instructions.  Which is faster depends on the types of the
+        weights and on the number of rows.  The rearranged weights are a copy.  Not used with `deterministic`.
+    tiled_matmul : bool
+        Multiply K-quants and IQ-quants by tiles in batches of 8 rows or more.  This is decided once for a process:
+        False needs `process=True`, or an engine that is the first of its process to compute.  Not used with
+        `deterministic`.
+    tune : "cached", "auto" or None
+        Use settings that were measured to be faster: cached, those that are known; auto, also measure at load if
+        none are.  `cllm tune` measures them, or an earlier engine with "auto", for 20 s at most.  Only settings that
+        have their default are changed.  None: none is.  Not used with `deterministic`, `rpc` or layers on a GPU.
     max_queue : int
         Requests that may wait for a sequence.  One more raises a `QueueFullError`; a server answers 429.
     prefix_cache : bool
@@ -439,6 +453,11 @@ class EngineConfig:
     )
     allow_overcommit: bool = setting(False, boolean)
     check_tensors: bool = setting(False, boolean)
+    repack: bool = setting(True, boolean, "--repack/--no-repack /-nr", affects=BATCHES)
+    tiled_matmul: bool = setting(True, boolean, affects=BATCHES)
+    tune: Literal["cached", "auto"] | None = setting(
+        "cached", one_of("cached", AUTO), is_optional=True
+    )
     max_queue: int = setting(256, integer(0, 1 << 20))
     prefix_cache: bool = setting(True, boolean, affects=BATCHES)
     swa_full: bool | None = setting(None, boolean, affects=BATCHES | Affects.STATE)
@@ -623,6 +642,11 @@ class EngineConfig:
         return replace(
             self, n_threads=n_threads, n_threads_batch=n_threads_batch, type_k=type_k, type_v=type_v
         )
+
+    def tuned(self, settings: Mapping[str, bool | int]) -> EngineConfig:
+        """Return the same settings with those that tuning has found; they are not tuned again."""
+        changes: dict[str, Any] = {**settings, "tune": None}
+        return replace(self, **changes)
 
     def kv_layout(
         self,

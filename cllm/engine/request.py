@@ -234,6 +234,8 @@ class ModelInfo:
         Samples a second of the audio that the model takes; 0 if it takes none.
     devices : tuple of str
         GPUs that compute, each as "NAME: DESCRIPTION"; empty if only processors do.
+    tuned : mapping
+        Fields of `EngineConfig` that tuning has changed: see `EngineConfig.tune`.
     """
 
     path: str
@@ -263,3 +265,4 @@ class ModelInfo:
     modalities: tuple[str, ...] = ("text",)
     audio_sample_rate: int = 0
     devices: tuple[str, ...] = ()
+    tuned: Mapping[str, bool | int] = field(default_factory=dict)

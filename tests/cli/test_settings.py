@@ -32,6 +32,7 @@ TYPED = {
     "type_k": "q8_0", "type_v": "q8_0", "pooling": "mean", "lora": "n=b.gguf:0.5",
     "tenant_weights": "a=2", "rpc": "127.0.0.1:50052", "max_header_bytes": "400",
     "main_gpu": "3", "split_mode": "row", "override_tensor": "a=CPU", "numa": "isolate", "load_mode": "dio",
+    "tune": "auto",
 }  # fmt: skip
 
 

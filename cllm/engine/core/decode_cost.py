@@ -18,6 +18,7 @@ from cllm.engine.core.prompt_cost import PromptCost
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.engine.core.tick_cost import TickCost, cells_attended
+from cllm.engine.core.tick_shares import TickShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class DecodeCost:
     ----------
     rows : RowCost
         What is known of decodes without prompts.
+    shares : TickShares
+        Counts the seconds of ticks by shape.
     is_unified : bool
         True if one decode computes sequences with unequal numbers of rows together: not the
         per-sequence layout.
@@ -78,8 +81,9 @@ class DecodeCost:
     prompts : PromptCost
     """
 
-    def __init__(self, rows: RowCost, *, is_unified: bool) -> None:
+    def __init__(self, rows: RowCost, shares: TickShares, *, is_unified: bool) -> None:
         self.ticks: TickCost = TickCost()
+        self._shares = shares
         self.rows = rows
         self.prompts: PromptCost = PromptCost()
         self._is_unified = is_unified
@@ -98,6 +102,7 @@ class DecodeCost:
             Seconds of the whole tick, and of its plan.
         """
         n_rows, n_attended = tick.n_rows, tick.n_attended
+        self._shares.observe(n_rows, total_s, has_prompts=not tick.is_decoding_only)
         if tick.is_decoding_only:
             # Planning does not count: it may include drafting, whose cost the drafter knows.
             self.ticks.observe(n_rows, n_attended, total_s - planned_s)

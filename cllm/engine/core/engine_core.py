@@ -40,6 +40,7 @@ from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.speculation import Speculation
 from cllm.engine.core.statistics import EngineStatistics, Recorder
+from cllm.engine.core.tick_shares import TickShares
 from cllm.engine.core.turns import Turns
 from cllm.engine.output import FinishReason, TokenDelta
 from cllm.engine.vocabulary import OutputVocabulary
@@ -87,6 +88,8 @@ class EngineCore:
         Source of drafts; None: no drafts.
     row_cost : RowCost, optional
         Costs of decodes from earlier runs; None: unknown.  It learns from ticks that only decode.
+    tick_shares : TickShares, optional
+        Counts the seconds of ticks by shape.
     store : PrefixStore, optional
         The files of the prefix cache.
     media : MediaStore, optional
@@ -106,6 +109,7 @@ class EngineCore:
         on_batch: Callable[[list[Chunk]], None] = lambda chunks: None,
         speculation: Speculation | None = None,
         row_cost: RowCost | None = None,
+        tick_shares: TickShares | None = None,
         store: PrefixStore | None = None,
         media: MediaStore | None = None,
     ) -> None:
@@ -119,7 +123,9 @@ class EngineCore:
         self.recorder: Recorder = Recorder()
         self._trace = TickTrace()
         rows = RowCost() if row_cost is None else row_cost
-        self.cost: DecodeCost = DecodeCost(rows, is_unified=kv_cache.kv_unified)
+        self.cost: DecodeCost = DecodeCost(
+            rows, tick_shares or TickShares(), is_unified=kv_cache.kv_unified
+        )
         self.turns: Turns = Turns(kv_cache, decoder, config, self.cost)
         # Without rollback, memory that forgets positions cannot remove the row of a wrong draft.
         can_speculate = kv_cache.has_pos_min or kv_cache.n_rollback > 0

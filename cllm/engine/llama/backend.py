@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.ngram_drafter import NgramDrafter
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.speculation import N_DRAFT_ROWS, Drafter
+from cllm.engine.core.tick_shares import TickShares
 from cllm.engine.embedding import EmbeddingInfo
 from cllm.engine.file_content import (
     FileContent,
@@ -51,6 +52,9 @@ from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
+from cllm.engine.llama.tuner import Tuner
+from cllm.engine.llama.tuning import Settings
+from cllm.engine.llama.tuning_cache import save_shares, shares_key
 from cllm.engine.request import FimTokens, ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
@@ -65,6 +69,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 # 11.2 s in batches of 128, 192, 256 and 512.  The streams stood still for 1.0, 1.4, 1.9 and 3.3 s
 # (qwen3-0.6b, 2 cores).
 N_PREFILL_CHUNK = 128
+N_TILED_ROWS = 16  # of a batch that llama.cpp multiplies by tiles
 
 
 class LlamaBackend:
@@ -90,6 +95,8 @@ class LlamaBackend:
         self._is_stopping = False
         self._computing: list[LlamaDecoder | NoDecoder | LlamaTextEncoder] = []
         self._guidance: Guidance | None = None
+        self._tuner: Tuner | None = None
+        self._tuned_settings: Settings = {}
         self.preflight: Preflight = Preflight(config)
         self._lora_preflight = self.preflight
 
@@ -103,7 +110,7 @@ class LlamaBackend:
         self.preflight.run()
         if self._generates:
             check_room(config, planned_contexts(config))
-            config = self._config = fitted(config, planned_contexts(config))
+            config = self._config = self._tuned(fitted(config, planned_contexts(config)))
         rpc.use_servers(config.rpc, endpoints)
         use_processors(config)
         path = config.model_path
@@ -113,6 +120,18 @@ class LlamaBackend:
         with loading(self._files):
             return self._load(path, template, owned)
 
+    def _tuned(self, config: EngineConfig) -> EngineConfig:
+        """Return the settings with those that were measured to be faster; see `EngineConfig.tune`."""
+        self._tuner = Tuner(config)
+        if self._is_stopping:  # checked last: `stop` may have been called meanwhile
+            self._tuner.stop()
+        changes = self._tuned_settings = self._tuner.settings()
+        if changes:
+            logger.info(
+                "tuned: %s", ", ".join(f"{name}={value}" for name, value in changes.items())
+            )
+        return config.tuned(changes)
+
     def _load(self, path: Path, template: str | None, owned: ExitStack) -> Loaded:
         config = self._config
         if config.is_mapped:
@@ -120,7 +139,7 @@ class LlamaBackend:
             for content in self._files:
                 if content.path not in _adapters(config):  # adapters are copied, not mapped
                     self._mapped.hold(content)
-        model = self._open_model(path, owned, use_extra_bufts=not config.deterministic)
+        model = self._open_model(path, owned)
         texts = self._open_texts_model(model, owned)
         info = embedding_info(texts, config)
         if info is None and texts is not model:
@@ -161,6 +180,7 @@ class LlamaBackend:
             modalities=("text",) if media is None else ("text", *media.modalities),
             audio_sample_rate=0 if media is None else media.audio_sample_rate,
             devices=tuple(f"{gpu.name}: {gpu.description}" for gpu in gpus_of(config)),
+            tuned=self._tuned_settings,
         )
         drafter = self._drafter(model, kv_cache, owned) if generates else None
         contexts = [
@@ -182,6 +202,7 @@ class LlamaBackend:
             media=media,
             loras=loras,
             row_cost=self._row_cost(model_info, owned),
+            tick_shares=self._tick_shares(owned),
             n_threads_max=max(config.compute_threads),
             # Another number of threads would add up sums in another order.
             set_n_threads=None if config.deterministic else partial(self._set_n_threads, contexts),
@@ -252,9 +273,18 @@ class LlamaBackend:
             n_batch=max(config.n_batch, n_whole_max),
         )
         if not config.deterministic:
-            make = partial(make_context, model, config, measure_states(model, config))
-            return LlamaDecoder(make, config.n_batch, loras)
-        with without_tiles(any(map(has_tiled_matrix, files))):
+            is_off = not config.tiled_matmul and any(map(has_tiled_matrix, files))
+            off = without_tiles(True, ("tiled_matmul", False)) if is_off else nullcontext()
+            with off, ExitStack() as stack:
+                make = partial(make_context, model, config, measure_states(model, config))
+                decoder = LlamaDecoder(make, config.n_batch, loras)
+                stack.callback(decoder.close)
+                if is_off:  # llama.cpp reads the variable in the first decode
+                    decoder.warm_up((N_TILED_ROWS,))
+                stack.pop_all()
+                return decoder
+        has_tiled = any(map(has_tiled_matrix, files))
+        with without_tiles(has_tiled, ("deterministic", True)):
             make = partial(make_context, model, config, measure_states(model, config))
             needs_padding = any(map(has_plain_matrix, files))
             return deterministic_decoder(
@@ -303,9 +333,7 @@ class LlamaBackend:
         path = self._config.embedding_model
         return model if path is None else self._open_model(Path(path), owned, is_main=False)
 
-    def _open_model(
-        self, path: Path, owned: ExitStack, *, is_main: bool = True, use_extra_bufts: bool = True
-    ) -> Model:
+    def _open_model(self, path: Path, owned: ExitStack, *, is_main: bool = True) -> Model:
         """Open a model file with the settings of the configuration."""
         config = self._config
         return owned.enter_context(
@@ -315,7 +343,7 @@ class LlamaBackend:
                 placement=placement_of(config, is_main=is_main),
                 load_mode=config.used_load_mode,
                 check_tensors=config.check_tensors,
-                use_extra_bufts=use_extra_bufts,
+                use_extra_bufts=config.repack and not (is_main and config.deterministic),
                 on_progress=lambda _: not self._is_stopping,
             )
         )
@@ -348,11 +376,20 @@ class LlamaBackend:
         owned.callback(lambda: save_table(key, row_cost.table))
         return row_cost
 
+    def _tick_shares(self, owned: ExitStack) -> TickShares:
+        """Return a new count of the shapes of ticks, which is saved at the end."""
+        shares = TickShares()
+        key = shares_key(self._config)
+        owned.callback(lambda: save_shares(key, shares.seconds))
+        return shares
+
     def stop(self) -> None:
         """See `Backend`."""
         self._is_stopping = True
         self.preflight.stop()
         self._lora_preflight.stop()
+        if self._tuner is not None:
+            self._tuner.stop()
         self._stop_computing()
 
     def _stop_computing(self) -> None:

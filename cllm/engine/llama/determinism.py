@@ -30,13 +30,17 @@ _are_tiles_off: bool | None = None  # value that llama.cpp has read; None: not r
 
 
 @contextmanager
-def without_tiles(has_tiled_matrix: bool) -> Iterator[None]:
+def without_tiles(has_tiled_matrix: bool, setting: tuple[str, bool]) -> Iterator[None]:
     """Set `GGML_CPU_TILED_MM=0` in the block, so that llama.cpp multiplies no matrix by tiles.
+
+    llama.cpp reads the variable once, in the first decode of the process that has such a matrix.
 
     Parameters
     ----------
     has_tiled_matrix : bool
         True if the model has matrices that llama.cpp would multiply by tiles.
+    setting : (str, bool)
+        Name and value of the setting that asks for this, for an error.
 
     Raises
     ------
@@ -50,8 +54,9 @@ def without_tiles(has_tiled_matrix: bool) -> Iterator[None]:
             if _are_tiles_off is None and library().n_computed:
                 _are_tiles_off = _before == "0"
         if has_tiled_matrix and _are_tiles_off is False:
+            name, value = setting
             raise InvalidArgumentError(
-                "deterministic", True, f"False with K-quants or IQ-quants after another engine of "
+                name, value, f"{not value} with K-quants or IQ-quants after another engine of "
                 f"this process has computed; set {TILED_PRODUCTS}=0 when it starts",
             )  # fmt: skip
         _n_users += 1

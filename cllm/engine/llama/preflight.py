@@ -202,6 +202,8 @@ def _settings_line(config: EngineConfig) -> bytes:
     """Return the settings for the child process, as one line of JSON: the same, but with a small context."""
     n_ctx = N_CTX if config.mmproj is None else N_CTX_IMAGE
     small = dataclasses.replace(config, preflight=False, trace=None, n_ctx=n_ctx)
+    if small.tune is not None:  # only this process measures
+        small = dataclasses.replace(small, tune="cached")
     return small.to_json().encode() + b"\n"
 
 

@@ -21,7 +21,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def table_key(fingerprint: str, config: EngineConfig) -> str:
     """Return the key of a table: the model with its settings, and the machine."""
-    values = (fingerprint, _cpu_name(), config.compute_threads, config.n_gpu_layers)
+    values = (fingerprint, cpu_name(), config.compute_threads, config.n_gpu_layers)
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
@@ -47,9 +47,11 @@ def save_table(key: str, table: dict[int, float]) -> None:
         logger.info("cannot store the measured costs of rows: %s", error)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the processor, of ARM its part number; empty on macOS and Windows."""
     try:
         lines = CPU_INFO.read_text(errors="replace").splitlines()
-    except OSError:  # not on macOS
+    except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model")), "")
+    names = (line for line in lines if line.startswith(("model name", "CPU part")))
+    return next(names, "").partition(":")[2].strip()

@@ -455,6 +455,8 @@ class EngineProcess(EngineHost):
         is_first, self._is_ready, self._ready_at = not self._is_ready, True, time.perf_counter()
         process.computes_on_gpu = bool(ready.model.devices) and not self._config.rpc
         if is_first:
+            # The next process computes with the same settings, whatever is measured meanwhile.
+            self._config = self._config.tuned(ready.model.tuned)
             self._files.update({file.path: file for file in ready.model.files})
             vocabularies = self._open_vocabularies(ready.model.files, owned)
             self.vocabulary, self.text_vocabulary = vocabularies

@@ -22,6 +22,7 @@ from cllm.engine.core.row_cost import RowCost
 from cllm.engine.core.run_queue import MakeSampler
 from cllm.engine.core.speculation import Drafter
 from cllm.engine.core.text_encoder import TextEncoder
+from cllm.engine.core.tick_shares import TickShares
 from cllm.engine.lora import LoraInfo
 from cllm.engine.media import MediaPiece, Shape
 from cllm.engine.request import ModelInfo
@@ -150,6 +151,8 @@ class Loaded:
         Encoder of images and audio; None if the model takes none.
     row_cost : RowCost
         Costs that earlier engines measured; the running engine updates them.
+    tick_shares : TickShares
+        Seconds of ticks by shape; the running engine counts them.
     n_threads_max : int
         Configured number of compute threads.
     set_n_threads : callable or None
@@ -168,6 +171,7 @@ class Loaded:
     encoder: AbortableEncoder | None = None
     media: MediaEncoderThread | None = None
     row_cost: RowCost = field(default_factory=RowCost)
+    tick_shares: TickShares = field(default_factory=TickShares)
     text_vocabulary: EngineVocabulary | None = None
     n_threads_max: int = 1
     set_n_threads: Callable[[int], None] | None = None

@@ -186,6 +186,7 @@ class InferenceThread(EngineHost):
             on_batch=self._on_batch,
             speculation=speculation,
             row_cost=loaded.row_cost,
+            tick_shares=loaded.tick_shares,
             store=store,
             media=self._make_media(loaded),
         )

@@ -68,6 +68,7 @@ async def props(request: Request) -> dict[str, Any]:
             "audio": "audio" in model.modalities,
         },
         "devices": model.devices,
+        "tuned": model.tuned,
         "media_marker": MEDIA_MARKER,
         "chat_template": model.chat_template,
         "bos_token": model.bos_token or "",

@@ -7,11 +7,12 @@ import pytest
 from cllm.engine.core.decode_cost import DecodeCost, TickShape
 from cllm.engine.core.row_cost import N_TRUSTED, RowCost
 from cllm.engine.core.scheduler import Chunk
+from cllm.engine.core.tick_shares import TickShares
 from tests.engine.core.test_scheduler import running, sequence_of
 
 
 def cost(*, is_unified: bool = True) -> DecodeCost:
-    return DecodeCost(RowCost(), is_unified=is_unified)
+    return DecodeCost(RowCost(), TickShares(), is_unified=is_unified)
 
 
 def shape(n_decoding: int, n_prompts: int = 0, *, is_even: bool = True) -> TickShape:

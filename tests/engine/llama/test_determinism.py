@@ -29,6 +29,7 @@ from tests.lora_files import make_lora
 from tools import make_model
 
 ROOT = Path(__file__).parents[3]
+ASKED = ("deterministic", True)
 CONFIG = EngineConfig(deterministic=True, n_ctx=2048, n_seq_max=8, n_batch=64, n_threads=1)
 
 
@@ -37,7 +38,7 @@ def decoder_of(path: Path, *adapters: Path) -> Iterator[LlamaDecoder]:
     with Model(path, use_extra_bufts=False) as model, closing(LlamaLoras(model)) as loras:
         for adapter in adapters:
             loras.load(adapter.name, str(adapter), 1.0)
-        with without_tiles(has_tiled_matrix(path)):
+        with without_tiles(has_tiled_matrix(path), ASKED):
             decoder = deterministic_decoder(
                 model,
                 lambda: make_context(model, CONFIG),
@@ -232,8 +233,11 @@ def test_a_setting_that_was_not_read_is_not_relied_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr(determinism, "_are_tiles_off", None)
     monkeypatch.setattr(library(), "n_computed", 0)
     monkeypatch.delenv(TILED_PRODUCTS, raising=False)
-    with pytest.raises(ValueError, match="it failed"), without_tiles(True):
+    with pytest.raises(ValueError, match="it failed"), without_tiles(True, ASKED):
         raise ValueError("it failed")
     library().n_computed += 1  # of an engine without the setting
-    with pytest.raises(InvalidArgumentError, match="after another engine"), without_tiles(True):
+    with (
+        pytest.raises(InvalidArgumentError, match="after another engine"),
+        without_tiles(True, ASKED),
+    ):
         pass

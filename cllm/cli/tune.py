@@ -1,0 +1,104 @@
+"""`cllm tune`: measure which settings are fastest on this machine, for engines to use."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cllm import InvalidArgumentError
+from cllm.cli.doctor import check_plot
+from cllm.cli.options import EngineFlags, with_flags
+from cllm.doctor import has_matplotlib, save_ratios_plot
+from cllm.engine.core.tick_shares import DECODES, PROMPTS, SHAPES
+from cllm.engine.llama.tuner import Tuner
+from cllm.engine.llama.tuning import LEAST_GAIN, Candidate, Settings, Tuning
+from cllm.system import can_pass_descriptors
+
+LIMIT_S = 300.0
+TITLES = {shape: f"{n} rows" for shape, n in DECODES.items()} | {
+    shape: f"prompt {n}" for shape, n in PROMPTS.items()
+}
+
+
+@with_flags(process=True)
+def tune(
+    engine: EngineFlags,
+    file: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A GGUF file or hf:…, as -m.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=86400.0, help="Time for all measurements.")
+    ] = LIMIT_S,
+    plot: Annotated[
+        Path | None,
+        typer.Option(callback=check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> int:
+    """Measure settings that change speed; engines on this machine then use the fastest ones."""
+    if plot is not None and not has_matplotlib():
+        print("cllm: no picture without the extra plot: pip install 'cllm[plot]'", file=sys.stderr)
+        plot = None
+    if file is not None:
+        if "model" in engine.given or "hf" in engine.given:
+            raise typer.BadParameter("give the model once", param_hint="MODEL")
+        engine.given["model"] = [file]
+    process = bool(engine.given.get("process", can_pass_descriptors()))
+    config = engine.config(process=process)
+    console = Console(highlight=False, quiet=as_json, soft_wrap=True)
+    with console.status("measuring") as status:
+
+        def show(stage: Sequence[Candidate]) -> None:
+            status.update(f"measuring {', '.join(told(each.changes) for each in stage)}")
+
+        try:
+            tuning = Tuner(config).measure(seconds, show)
+        except InvalidArgumentError as error:
+            raise typer.BadParameter(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(tuning.as_dict()))
+    else:
+        _show(console, tuning)
+    if plot is not None:
+        ratios = {told(each.changes): each.ratios for each in tuning.comparisons}
+        save_ratios_plot(ratios, SHAPES, plot, title=f"Settings of {config.model_path.name}")
+        print(f"picture: {plot}", file=sys.stderr)
+    return 0
+
+
+def told(settings: Settings) -> str:
+    """Return settings as text."""
+    return " ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults"
+
+
+def _show(console: Console, tuning: Tuning) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("settings")
+    for shape in SHAPES:
+        table.add_column(TITLES[shape], justify="right")
+    table.add_column("all", justify="right")
+    table.add_column("noise", justify="right")
+    for number, each in enumerate(tuning.comparisons):
+        if not number or each.base != tuning.comparisons[number - 1].base:
+            times = [f"{each.base_ms[s]:.1f} ms" if s in each.base_ms else "" for s in SHAPES]
+            table.add_row(told(each.base), *times, "", "")
+        ratios = [f"× {each.ratios[s]:.2f}" if s in each.ratios else "" for s in SHAPES]
+        mark = "faster: " if each.is_gain else "  "
+        table.add_row(
+            mark + told(each.changes), *ratios, f"× {each.score:.3f}", f"± {each.noise:.3f}"
+        )
+    shares = [f"{tuning.shares[shape]:.0%}" for shape in SHAPES]
+    table.add_row("weight", *shares, "", "")
+    console.print(table)
+    if tuning.chosen:
+        console.print(f"Engines with this model use {told(tuning.chosen)} from now on.")
+    else:
+        console.print(f"The defaults stay: no setting is faster by {LEAST_GAIN:.0%} and the noise.")

@@ -1,0 +1,228 @@
+"""Tuner: settings of an engine that were measured to be faster on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from cllm.bindings import system_info
+from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
+from cllm.engine.config import AUTO, EngineConfig
+from cllm.engine.device_settings import processors_of
+from cllm.engine.llama.devices import gpus_of
+from cllm.engine.llama.gguf_header import has_tiled_matrix, model_parts, read_header
+from cllm.engine.llama.tuning import (
+    Candidate,
+    Reading,
+    Settings,
+    TooSlowToTuneError,
+    Tuning,
+    stages,
+    tune,
+)
+from cllm.engine.llama.tuning_cache import (
+    MEASURED_WITH,
+    load_shares,
+    load_tuning,
+    save_tuning,
+    shares_key,
+    tuning_key,
+)
+from cllm.errors import CllmError, ClosedError, InvalidArgumentError
+from cllm.memory import available_bytes
+from cllm.processors import usable_processors
+
+logger: logging.Logger = logging.getLogger("cllm.engine")
+
+AT_LOAD_S = 20.0  # with "auto"
+TURN_S = 600.0  # for one turn of a process, and for loading the model
+# Settings of the model that a measurement has besides those of `MEASURED_WITH`.
+OF_MODEL = ("model", "override_tensor", "n_cpu_moe", "load_mode", "use_mmap", "use_mlock")
+
+
+class Tuner:
+    """Finds the settings of one engine; see `EngineConfig.tune`.
+
+    Parameters
+    ----------
+    config : EngineConfig
+        With the layers on GPUs that were chosen.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._children: list[JsonChild] = []
+        self._is_stopped = False
+
+    def settings(self) -> Settings:
+        """Return the fields that change; empty if nothing is known, or if the defaults are best.
+
+        Raises
+        ------
+        ClosedError
+            `stop` was called.
+        """
+        config = self._config
+        if config.tune is None or self.obstacle is not None:
+            return {}
+        try:
+            known = load_tuning(tuning_key(config))
+            if known is None and config.tune == AUTO:
+                known = self.measure(AT_LOAD_S).chosen
+        except ClosedError:
+            raise
+        except (CllmError, OSError) as error:  # the engine loads without it
+            logger.warning("not tuned: %s", error)
+            return {}
+        return known or {}
+
+    @property
+    def obstacle(self) -> str | None:
+        """Reason for which an engine with these settings is not tuned; None if it is."""
+        config = self._config
+        if config.deterministic:
+            return "deterministic chooses these settings itself"
+        if config.rpc:
+            return "an RPC server has one client"
+        if config.n_gpu_layers and gpus_of(config):
+            return "layers on a GPU: there may be no room for the model twice"
+        return None
+
+    def measure(
+        self,
+        limit_s: float,
+        on_stage: Callable[[Sequence[Candidate]], None] = lambda stage: None,
+    ) -> Tuning:
+        """Compare candidates in processes of their own, and store the result.
+
+        Parameters
+        ----------
+        limit_s : float
+            Seconds for all measurements.
+        on_stage : callable
+            Called with the candidates of each stage before they are measured.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The engine cannot be tuned; says why.
+        TooSlowToTuneError, CllmError
+            Nothing was measured in this time, or the model cannot be loaded.
+        OSError
+            The model's file cannot be read, or a process cannot be started.
+        ClosedError
+            `stop` was called.
+        """
+        config = self._config
+        if (obstacle := self.obstacle) is not None:
+            raise InvalidArgumentError("tune", config.tune, f"None here ({obstacle})")
+        header = read_header(config.model_path)
+        parts = model_parts(config.model_path)
+        within = None if config.cpu_mask is None else processors_of(config.cpu_mask)
+        architecture = header.get("general.architecture")
+        processors = usable_processors(within)
+        quota = processors.n_allowed if processors.quota is None else math.floor(processors.quota)
+        candidates = stages(
+            config,
+            n_processors=max(1, min(processors.n_allowed, quota)),
+            has_tiles=any(map(has_tiled_matrix, parts)),
+            has_openmp="OPENMP = 1" in system_info(),
+            embeds=config.pooling is not None
+            or config.embedding_model is not None
+            or f"{architecture}.pooling_type" in header,
+        )
+        n_bytes = sum(part.stat().st_size for part in parts)
+        most = 1 + max(map(len, candidates), default=0)
+        # Each process may have a repacked copy of the weights; the mapped file is shared.
+        if (
+            (free := available_bytes()) is not None
+            and most * n_bytes > free
+            and not config.allow_overcommit
+        ):
+            needed, has = most * n_bytes >> 20, free >> 20
+            raise TooSlowToTuneError(
+                f"{most} processes with the model need {needed:,} MiB, and {has:,} MiB are available"
+            )
+        deadline = time.monotonic() + limit_s
+
+        try:
+            tuning = tune(
+                candidates,
+                load_shares(shares_key(config)),
+                lambda settings: self._child(settings, deadline),
+                limit_s=limit_s,
+                clock=time.monotonic,
+                on_stage=on_stage,
+            )
+        except (TooSlowError, EndedError):
+            if self._is_stopped:
+                raise ClosedError("the engine was closed") from None
+            raise TooSlowToTuneError(
+                f"a process that measures did not answer in {limit_s:.0f} s"
+            ) from None
+        name = config.model_path.name
+        save_tuning(tuning_key(config), tuning, name)
+        if not {"tiled_matmul"} & set(tuning.chosen) and config.process:
+            # No setting is for processes alone: the result holds for an engine without one.
+            save_tuning(tuning_key(replace(config, process=False)), tuning, name)
+        return tuning
+
+    def stop(self) -> None:
+        """End the processes; `measure` raises `ClosedError`.  Any thread; returns at once."""
+        self._is_stopped = True
+        for child in list(self._children):
+            child.stop()
+
+    @contextmanager
+    def _child(self, settings: Settings, deadline: float) -> Iterator[_Child]:
+        child = JsonChild("cllm.engine.llama.tuning_child")
+        self._children.append(child)
+        try:
+            if self._is_stopped:  # checked last: `stop` may have been called meanwhile
+                child.stop()
+            yield _Child(child, measured_config(self._config, settings), deadline)
+        finally:
+            child.close()
+            self._children.remove(child)
+
+
+class _Child:
+    """A `Measurer` in a child process; the first turn loads the model."""
+
+    def __init__(self, child: JsonChild, config: EngineConfig, deadline: float) -> None:
+        self._child = child
+        self._deadline = deadline
+        self._opening: EngineConfig | None = config
+
+    def turn(self, shapes: Sequence[str]) -> Mapping[str, Reading]:
+        """See `Measurer`.
+
+        Raises
+        ------
+        CllmError
+            The model cannot be loaded or computed.
+        TooSlowError, EndedError, ClosedError
+            The process did not answer in time, has ended, or was ended.
+        """
+        request: dict[str, Any] = {"shapes": list(shapes)}
+        if self._opening is not None:
+            request["config"] = json.loads(self._opening.to_json())
+        limit_s = min(TURN_S, max(0.0, self._deadline - time.monotonic()))
+        answer = self._child.ask(request, limit_s)
+        if "error" in answer:
+            raise CllmError(answer["error"])
+        self._opening = None
+        return {shape: Reading(*found) for shape, found in answer["readings"].items()}
+
+
+def measured_config(config: EngineConfig, settings: Settings) -> EngineConfig:
+    """Return the settings of one measurement: those that speed depends on, and a small context."""
+    own = {name: getattr(config, name) for name in (*MEASURED_WITH, *OF_MODEL)}
+    without = {"process": False, "pooling": None, "embedding_model": None}
+    return EngineConfig(**{**own, **without, "tune": None, **settings})

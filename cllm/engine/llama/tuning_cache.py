@@ -1,0 +1,137 @@
+"""Cache of what tuning has found, and of the shapes of past ticks, for each machine and model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cllm.bindings import find_library, system_info
+from cllm.engine.cache_directory import keep_cached, read_cached
+from cllm.engine.config import EngineConfig
+from cllm.engine.core.tick_shares import SHAPES, shares_of
+from cllm.engine.llama.gguf_header import model_parts, read_header
+from cllm.engine.llama.row_cost_cache import cpu_name
+from cllm.engine.llama.tuning import Settings, Tuning
+from cllm.errors import InvalidArgumentError
+from cllm.processors import usable_processors
+
+logger: logging.Logger = logging.getLogger("cllm.engine")
+
+FILE, SHARES_FILE = "tuning.json", "tick_shares.json"
+MAX_MODELS = 256
+# Settings under which others were measured: those that place a model, and those that candidates change.
+MEASURED_WITH = (
+    "process", "n_threads", "n_threads_batch", "n_ubatch", "n_gpu_layers", "devices", "cpu_mask", "numa",
+    "poll", "flash_attn", "type_k", "type_v", "repack", "tiled_matmul", "pooling", "embedding_model",
+)  # fmt: skip
+TUNABLE = (
+    "tiled_matmul",
+    "repack",
+    "n_threads",
+    "n_threads_batch",
+    "n_ubatch",
+    "flash_attn",
+    "poll",
+)
+# Seconds of ticks below which an engine's shares say little, and what older seconds count for.
+LEAST_S, OLDER = 60.0, 0.5
+
+
+def tuning_key(config: EngineConfig) -> str:
+    """Return the key of a result: shape and quantization of the model, machine, library, settings.
+
+    Raises
+    ------
+    OSError
+        The model's file cannot be read.
+    LibraryError
+        No libllama was found.
+    """
+    _, build = find_library()
+    settings = {name: getattr(config, name) for name in MEASURED_WITH}
+    machine = (cpu_name(), system_info(), usable_processors())
+    values = (_shape_of(config), settings, machine, build)
+    return _digest(values)
+
+
+def shares_key(config: EngineConfig) -> str:
+    """Return the key of the shapes of past ticks: shape and quantization of the model.
+
+    Raises
+    ------
+    OSError
+        The model's file cannot be read.
+    """
+    return _digest(_shape_of(config))
+
+
+def load_tuning(key: str) -> Settings | None:
+    """Return the settings that tuning has chosen; None if nothing is known."""
+    known = read_cached(FILE).get(key)
+    chosen = known.get("chosen") if isinstance(known, dict) else None
+    if not isinstance(chosen, dict):
+        return None
+    found = {name: value for name, value in chosen.items() if name in TUNABLE}
+    try:
+        EngineConfig(**found)
+    except (InvalidArgumentError, TypeError):
+        return None
+    return found
+
+
+def save_tuning(key: str, tuning: Tuning, model: str) -> None:
+    """Store a result; an error is logged."""
+    entry = {"model": model, "cpu": cpu_name(), "chosen": tuning.chosen}
+    try:
+        keep_cached(FILE, {key: entry}, MAX_MODELS)
+    except (OSError, RuntimeError) as error:
+        logger.warning("cannot store the result of tuning: %s", error)
+
+
+def load_shares(key: str) -> dict[str, float]:
+    """Return the share of each shape of ticks in the time of past engines; equal shares if nothing is known."""
+    return shares_of(_load_seconds(key))
+
+
+def save_shares(key: str, seconds: Mapping[str, float]) -> None:
+    """Add the seconds of an engine's ticks, by shape; older ones count half."""
+    if sum(seconds.values()) < LEAST_S:
+        return
+    older = _load_seconds(key)
+    total = {shape: seconds[shape] + OLDER * older.get(shape, 0.0) for shape in SHAPES}
+    try:
+        keep_cached(SHARES_FILE, {key: total}, MAX_MODELS)
+    except (OSError, RuntimeError) as error:
+        logger.info("cannot store the shapes of ticks: %s", error)
+
+
+def _load_seconds(key: str) -> dict[str, float]:
+    known = read_cached(SHARES_FILE).get(key)
+    if not isinstance(known, dict):
+        return {}
+    return {
+        shape: float(value)
+        for shape, value in known.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _shape_of(config: EngineConfig) -> Any:
+    """Return the numbers of a model's header, and its size to about 7 %: the sizes of other quantizations differ."""
+    header = read_header(config.model_path)
+    numbers = {
+        name: value
+        for name, value in header.items()
+        if name in ("general.architecture", "general.file_type")
+        or (not name.startswith("general.") and isinstance(value, int | float))
+    }
+    n_bytes = sum(part.stat().st_size for part in model_parts(config.model_path))
+    return numbers, round(math.log2(max(1, n_bytes)), 1)
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,235 @@
+"""The search for faster settings, on measurers that compute their times from a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm import EngineConfig
+from cllm.engine.core.tick_shares import SHAPES, shares_of
+from cllm.engine.llama.tuning import (
+    LEAST_GAIN,
+    Candidate,
+    Reading,
+    Settings,
+    TooSlowToTuneError,
+    Tuning,
+    stages,
+    tune,
+)
+
+EQUAL = shares_of({})
+SPIN_S = 0.01
+Factor = Callable[[Settings, str], float]
+
+
+class Machine:
+    """Measures by a table: `factor` times the seconds of a shape.  Its clock counts what it measures."""
+
+    def __init__(self, factor: Factor, *, scale: float = 1.0, open_s: float = 0.1) -> None:
+        self.now = 0.0
+        self.n_open = 0
+        self.opened: list[Settings] = []
+        self.spins: Iterator[float] | None = None
+        self.noise: Iterator[float] | None = None
+        self._factor = factor
+        self._seconds = {shape: scale * 0.01 * (i + 1) for i, shape in enumerate(SHAPES)}
+        self._open_s = open_s
+
+    @contextmanager
+    def open(self, settings: Settings) -> Iterator[Any]:
+        self.opened.append(settings)
+        self.n_open += 1
+        try:
+            yield _Measured(self, settings)
+        finally:
+            self.n_open -= 1
+
+    def read(self, settings: Settings, shape: str) -> Reading:
+        seconds = self._seconds[shape] * self._factor(settings, shape)
+        if self.noise is not None:
+            seconds *= next(self.noise)
+        self.now += seconds
+        return Reading(seconds, SPIN_S if self.spins is None else next(self.spins))
+
+    def load(self) -> None:
+        self.now += self._open_s
+
+    def tune(
+        self,
+        *candidates: Sequence[Candidate],
+        shares: Mapping[str, float] = EQUAL,
+        limit_s: float = 1000.0,
+    ) -> Tuning:
+        return tune(candidates, shares, self.open, limit_s=limit_s, clock=lambda: self.now)
+
+
+class _Measured:
+    def __init__(self, machine: Machine, settings: Settings) -> None:
+        self._machine = machine
+        self._settings = settings
+        self._is_loaded = False
+
+    def turn(self, shapes: Sequence[str]) -> dict[str, Reading]:
+        if not self._is_loaded:
+            self._machine.load()
+            self._is_loaded = True
+        return {shape: self._machine.read(self._settings, shape) for shape in shapes}
+
+
+NO_REPACK, NO_TILES = Candidate({"repack": False}), Candidate({"tiled_matmul": False})
+
+
+def faster(amount: float, **wanted: object) -> Factor:
+    return lambda settings, shape: amount if wanted.items() <= settings.items() else 1.0
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2, 0.98])
+def test_the_defaults_stay_without_a_gain_of_three_percent(factor: float) -> None:
+    machine = Machine(faster(factor, repack=False))
+    tuning = machine.tune([NO_REPACK])
+    assert tuning.chosen == {}
+    assert tuning.comparisons[0].score == pytest.approx(factor)
+
+
+def test_a_setting_that_is_faster_is_chosen_and_the_next_stage_starts_from_it() -> None:
+    machine = Machine(faster(0.8, repack=False))
+    tuning = machine.tune([NO_TILES, NO_REPACK], [Candidate({"flash_attn": False})])
+    assert tuning.chosen == {"repack": False}
+    assert machine.opened[-2:] == [{"repack": False}, {"repack": False, "flash_attn": False}]
+    assert machine.n_open == 0
+
+
+def test_the_best_of_several_gains_is_chosen() -> None:
+    both = Candidate({"tiled_matmul": False, "repack": False})
+
+    def factor(settings: Settings, shape: str) -> float:
+        return {0: 1.0, 1: 0.9, 2: 0.7}[len(settings)]
+
+    assert Machine(factor).tune([NO_TILES, NO_REPACK, both]).chosen == both.changes
+
+
+@pytest.mark.parametrize(("past", "chosen"), [("p256", {"repack": False}), ("1", {})])
+def test_the_shapes_of_past_ticks_decide(past: str, chosen: Settings) -> None:
+    def factor(settings: Settings, shape: str) -> float:
+        return 1.0 if settings.get("repack", True) else 0.8 if shape == "p256" else 1.2
+
+    shares = shares_of({past: 60.0})
+    assert Machine(factor).tune([NO_REPACK], shares=shares).chosen == chosen
+
+
+def test_shapes_that_a_candidate_cannot_change_count_as_before() -> None:
+    candidate = Candidate({"n_threads": 1, "n_threads_batch": 2}, ("1",))
+    (found,) = Machine(faster(0.5, n_threads=1)).tune([candidate]).comparisons
+    assert found.ratios == {"1": pytest.approx(0.5)}
+    assert found.score == pytest.approx(1 - 0.5 / len(SHAPES))
+
+
+def test_a_gain_within_the_noise_changes_nothing() -> None:
+    machine = Machine(faster(0.94, repack=False))
+    machine.noise = (1.0 + 0.1 * (i * 7 % 5 - 2) for i in count())
+    tuning = machine.tune([NO_REPACK])
+    assert tuning.comparisons[0].noise > 0.03
+    assert tuning.chosen == {}
+
+
+def test_readings_beside_a_slow_spin_loop_are_discarded() -> None:
+    machine = Machine(faster(0.8, repack=False))
+    # Another program uses the processors in the first two turns of both.
+    n_disturbed = 2 * 2 * len(SHAPES) + len(SHAPES)
+    machine.spins = (3 * SPIN_S if i < n_disturbed else SPIN_S for i in count())
+    machine.noise = (1.0 + i % 7 if i < n_disturbed else 1.0 for i in count())
+    tuning = machine.tune([NO_REPACK])
+    assert tuning.comparisons[0].score == pytest.approx(0.8)
+    assert tuning.comparisons[0].noise == pytest.approx(0.0)
+
+
+def test_nothing_is_chosen_on_a_machine_that_is_never_calm() -> None:
+    machine = Machine(faster(0.5, repack=False))
+    machine.spins = (2 * SPIN_S if i else SPIN_S for i in count())
+    with pytest.raises(TooSlowToTuneError, match="other programs"):
+        machine.tune([NO_REPACK])
+
+
+def test_expensive_shapes_are_left_out_when_time_is_short() -> None:
+    machine = Machine(faster(0.8, repack=False), scale=10.0)
+    tuning = machine.tune([NO_REPACK], limit_s=8.0)
+    assert 0 < len(tuning.comparisons[0].ratios) < len(SHAPES)
+    assert "p256" not in tuning.comparisons[0].ratios
+    assert tuning.chosen == {"repack": False}
+    assert machine.now <= 8.0
+
+
+def test_a_model_that_is_too_slow_is_not_tuned() -> None:
+    machine = Machine(faster(0.5, repack=False), scale=1000.0)
+    with pytest.raises(TooSlowToTuneError):
+        machine.tune([NO_REPACK], limit_s=20.0)
+    assert machine.n_open == 0
+
+
+def test_no_stage_begins_after_the_limit() -> None:
+    machine = Machine(faster(1.0), scale=10.0)
+    tuning = machine.tune([NO_REPACK], [NO_TILES], limit_s=15.0)
+    assert len(tuning.comparisons) == 1
+
+
+@given(
+    st.dictionaries(st.sampled_from(SHAPES), st.floats(0.5, 2.0)),
+    st.dictionaries(st.sampled_from(SHAPES), st.floats(0.0, 1e4)),
+)
+def test_a_choice_is_faster_by_the_weights_or_it_is_the_default(
+    factors: dict[str, float], seconds: dict[str, float]
+) -> None:
+    shares = shares_of(seconds)
+    machine = Machine(lambda settings, shape: factors.get(shape, 1.0) if settings else 1.0)
+    tuning = machine.tune([NO_REPACK], shares=shares)
+    expected = sum(part * factors.get(shape, 1.0) for shape, part in shares.items())
+    assert tuning.comparisons[0].score == pytest.approx(expected)
+    if abs(expected - (1 - LEAST_GAIN)) > 1e-9:
+        assert bool(tuning.chosen) == (expected < 1 - LEAST_GAIN)
+
+
+def changes(**options: Any) -> list[Settings]:
+    given: dict[str, Any] = {"model": "m.gguf", "process": True, "n_threads": None, **options}
+    facts = {
+        name: given.pop(name, value)
+        for name, value in (("has_tiles", True), ("has_openmp", True), ("embeds", False))
+    }
+    found = stages(EngineConfig(**given), n_processors=64, **facts)
+    return [candidate.changes for stage in found for candidate in stage]
+
+
+def test_settings_of_the_user_have_no_candidates() -> None:
+    everything = changes(has_openmp=False)
+    fields = {name for change in everything for name in change}
+    assert fields == {
+        "tiled_matmul", "repack", "n_threads", "n_threads_batch", "n_ubatch", "flash_attn", "poll",
+    }  # fmt: skip
+    for options in (
+        {"repack": False}, {"tiled_matmul": False}, {"n_ubatch": 256}, {"flash_attn": True}, {"poll": 50},
+    ):  # fmt: skip
+        left = changes(has_openmp=False, **options)
+        assert not any(name in change for change in left for name in options), options
+    own = changes(n_threads=3)
+    assert not any("n_threads" in change or "n_threads_batch" in change for change in own)
+
+
+def test_tiles_are_changed_only_in_a_process_of_the_engines_own() -> None:
+    assert not any("tiled_matmul" in change for change in changes(process=False))
+    assert not any("tiled_matmul" in change for change in changes(has_tiles=False))
+
+
+def test_settings_that_change_more_than_speed_are_left_alone() -> None:
+    assert not any("n_ubatch" in change for change in changes(embeds=True))
+    assert not any("flash_attn" in change for change in changes(type_v="q8_0"))
+    assert not any("poll" in change for change in changes(has_openmp=True))
+
+
+def test_the_number_of_threads_of_the_embedded_model_stays() -> None:
+    assert not any("n_threads" in change for change in changes(model=None))
