@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,19 +14,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cllm import InvalidArgumentError
+from cllm import EngineConfig, InvalidArgumentError
 from cllm.cli.doctor import check_plot
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.doctor import has_matplotlib, save_ratios_plot
-from cllm.engine.core.tick_shares import DECODES, PROMPTS, SHAPES
+from cllm.engine.core.tick_shares import SHAPES
 from cllm.engine.llama.tuner import Tuner
 from cllm.engine.llama.tuning import LEAST_GAIN, Candidate, Settings, Tuning
 from cllm.system import can_pass_descriptors
 
-LIMIT_S = 300.0
-TITLES = {shape: f"{n} rows" for shape, n in DECODES.items()} | {
-    shape: f"prompt {n}" for shape, n in PROMPTS.items()
-}
+LIMIT_S = 600.0
+N_COLUMNS = 120  # least width of the table
 
 
 @with_flags(process=True)
@@ -53,20 +52,15 @@ def tune(
         engine.given["model"] = [file]
     process = bool(engine.given.get("process", can_pass_descriptors()))
     config = engine.config(process=process)
-    console = Console(highlight=False, quiet=as_json, soft_wrap=True)
-    with console.status("measuring") as status:
-
-        def show(stage: Sequence[Candidate]) -> None:
-            status.update(f"measuring {', '.join(told(each.changes) for each in stage)}")
-
-        try:
-            tuning = Tuner(config).measure(seconds, show)
-        except InvalidArgumentError as error:
-            raise typer.BadParameter(str(error)) from None
+    console = Console(highlight=False, quiet=as_json)
+    console.width = max(N_COLUMNS, console.width)
+    tuning = _measured(config, seconds, console)
+    _show(console, tuning, process=process)
+    if "tiled_matmul" in tuning.chosen and "process" not in engine.given:
+        within = _measured(replace(config, process=False), seconds, console)
+        _show(console, within, process=False)
     if as_json:
         typer.echo(json.dumps(tuning.as_dict()))
-    else:
-        _show(console, tuning)
     if plot is not None:
         ratios = {told(each.changes): each.ratios for each in tuning.comparisons}
         save_ratios_plot(ratios, SHAPES, plot, title=f"Settings of {config.model_path.name}")
@@ -74,31 +68,57 @@ def tune(
     return 0
 
 
+def _measured(config: EngineConfig, seconds: float, console: Console) -> Tuning:
+    """Measure, and report the candidates that could not be compared."""
+    tried: list[Candidate] = []
+    with console.status("measuring") as status:
+
+        def show(stage: Sequence[Candidate]) -> None:
+            tried.extend(stage)
+            status.update(f"measuring {', '.join(told(each.changes) for each in stage)}")
+
+        try:
+            tuning = Tuner(config).measure(seconds, show)
+        except InvalidArgumentError as error:
+            raise typer.BadParameter(str(error)) from None
+    compared = [each.changes for each in tuning.comparisons]
+    if left := [told(each.changes) for each in tried if each.changes not in compared]:
+        reason = "too little time, or other programs used the processors"
+        print(f"cllm: not compared ({reason}): {', '.join(left)}", file=sys.stderr)
+    return tuning
+
+
 def told(settings: Settings) -> str:
     """Return settings as text."""
     return " ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults"
 
 
-def _show(console: Console, tuning: Tuning) -> None:
+def _show(console: Console, tuning: Tuning, *, process: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("settings")
+    table.add_column("settings", no_wrap=True)
     for shape in SHAPES:
-        table.add_column(TITLES[shape], justify="right")
+        table.add_column(shape, justify="right")
     table.add_column("all", justify="right")
     table.add_column("noise", justify="right")
     for number, each in enumerate(tuning.comparisons):
         if not number or each.base != tuning.comparisons[number - 1].base:
-            times = [f"{each.base_ms[s]:.1f} ms" if s in each.base_ms else "" for s in SHAPES]
+            times = [f"{each.base_ms[s]:.4g}" if s in each.base_ms else "" for s in SHAPES]
             table.add_row(told(each.base), *times, "", "")
-        ratios = [f"× {each.ratios[s]:.2f}" if s in each.ratios else "" for s in SHAPES]
+        ratios = [f"×{each.ratios[s]:.2f}" if s in each.ratios else "" for s in SHAPES]
         mark = "faster: " if each.is_gain else "  "
         table.add_row(
-            mark + told(each.changes), *ratios, f"× {each.score:.3f}", f"± {each.noise:.3f}"
+            mark + told(each.changes), *ratios, f"×{each.score:.3f}", f"±{each.noise:.3f}"
         )
     shares = [f"{tuning.shares[shape]:.0%}" for shape in SHAPES]
     table.add_row("weight", *shares, "", "")
     console.print(table)
+    console.print(
+        "Columns: decodes of 1 to 16 rows, prompts of 64 and 256 tokens; milliseconds, then ratios."
+    )
     if tuning.chosen:
-        console.print(f"Engines with this model use {told(tuning.chosen)} from now on.")
+        kind = "in processes of their own" if process else "without a process of their own"
+        everywhere = process and "tiled_matmul" not in tuning.chosen
+        which = "Engines" if everywhere else f"Engines {kind}"
+        console.print(f"{which} use {told(tuning.chosen)} with this model from now on.")
     else:
         console.print(f"The defaults stay: no setting is faster by {LEAST_GAIN:.0%} and the noise.")

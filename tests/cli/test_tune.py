@@ -15,7 +15,7 @@ from cllm.cli import tune as command
 from cllm.doctor import has_matplotlib
 from cllm.engine.core.tick_shares import SHAPES, shares_of
 from cllm.engine.llama.tuner import Tuner
-from cllm.engine.llama.tuning import Candidate, Comparison, TooSlowToTuneError, Tuning
+from cllm.engine.llama.tuning import Candidate, Comparison, Tuning
 from cllm.engine.llama.tuning_cache import load_tuning, tuning_key
 
 app = typer.Typer()
@@ -58,8 +58,8 @@ def test_the_table_shows_ratios_and_the_setting_that_is_chosen(
     done = run_tune("-t", "3")
     assert done.exception is None
     assert "faster: repack=False" in done.stdout
-    assert "× 0.800" in done.stdout
-    assert "Engines with this model use repack=False from now on." in done.stdout
+    assert "×0.800" in done.stdout
+    assert "Engines use repack=False with this model from now on." in done.stdout
     assert (searched[0].process, searched[0].n_threads) == (True, 3)
 
 
@@ -104,9 +104,8 @@ def test_the_embedded_model_is_measured_in_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    done = run_tune("--json", "--seconds", "60")
-    if isinstance(done.exception, TooSlowToTuneError):  # other programs used the processors
-        return
+    monkeypatch.setattr("cllm.engine.llama.tuning.DISTURBED", 1e9)  # beside other tests
+    done = run_tune("--json", "--seconds", "600")
     assert done.exception is None
     told = json.loads(done.stdout)
     assert load_tuning(tuning_key(EngineConfig(process=True))) == told["chosen"]

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from cllm.bindings import system_info
 from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.engine.config import AUTO, EngineConfig
 from cllm.engine.device_settings import processors_of
@@ -19,15 +18,17 @@ from cllm.engine.llama.devices import gpus_of
 from cllm.engine.llama.gguf_header import has_tiled_matrix, model_parts, read_header
 from cllm.engine.llama.tuning import (
     Candidate,
+    MeasurementError,
     Reading,
     Settings,
     TooSlowToTuneError,
     Tuning,
+    least_ubatch,
     stages,
     tune,
 )
 from cllm.engine.llama.tuning_cache import (
-    MEASURED_WITH,
+    embeds,
     load_shares,
     load_tuning,
     save_tuning,
@@ -42,8 +43,11 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 
 AT_LOAD_S = 20.0  # with "auto"
 TURN_S = 600.0  # for one turn of a process, and for loading the model
-# Settings of the model that a measurement has besides those of `MEASURED_WITH`.
-OF_MODEL = ("model", "override_tensor", "n_cpu_moe", "load_mode", "use_mmap", "use_mlock")
+# Settings that a measurement has in common with the engine.
+OF_MEASUREMENT = (
+    "model", "n_threads", "n_threads_batch", "n_ubatch", "cpu_mask", "numa", "poll", "flash_attn", "type_k",
+    "type_v", "repack", "tiled_matmul", "override_tensor", "n_cpu_moe", "load_mode", "use_mmap", "use_mlock",
+)  # fmt: skip
 
 
 class Tuner:
@@ -74,13 +78,23 @@ class Tuner:
         try:
             known = load_tuning(tuning_key(config))
             if known is None and config.tune == AUTO:
-                known = self.measure(AT_LOAD_S).chosen
+                known = self._measured_at_load()
+            usable = _usable(known or {}, config)
+            config.tuned(usable)
         except ClosedError:
             raise
         except (CllmError, OSError) as error:  # the engine loads without it
             logger.warning("not tuned: %s", error)
             return {}
-        return known or {}
+        return usable
+
+    def _measured_at_load(self) -> Settings:
+        try:
+            return self.measure(AT_LOAD_S).chosen
+        except TooSlowToTuneError:
+            # The next load would fail as well, and takes as long.  `cllm tune` has more time.
+            save_tuning(tuning_key(self._config), {}, self._config.model_path.name)
+            raise
 
     @property
     def obstacle(self) -> str | None:
@@ -125,17 +139,13 @@ class Tuner:
         header = read_header(config.model_path)
         parts = model_parts(config.model_path)
         within = None if config.cpu_mask is None else processors_of(config.cpu_mask)
-        architecture = header.get("general.architecture")
         processors = usable_processors(within)
         quota = processors.n_allowed if processors.quota is None else math.floor(processors.quota)
         candidates = stages(
             config,
             n_processors=max(1, min(processors.n_allowed, quota)),
             has_tiles=any(map(has_tiled_matrix, parts)),
-            has_openmp="OPENMP = 1" in system_info(),
-            embeds=config.pooling is not None
-            or config.embedding_model is not None
-            or f"{architecture}.pooling_type" in header,
+            embeds=embeds(config) or f"{header.get('general.architecture')}.pooling_type" in header,
         )
         n_bytes = sum(part.stat().st_size for part in parts)
         most = 1 + max(map(len, candidates), default=0)
@@ -151,26 +161,19 @@ class Tuner:
             )
         deadline = time.monotonic() + limit_s
 
-        try:
-            tuning = tune(
-                candidates,
-                load_shares(shares_key(config)),
-                lambda settings: self._child(settings, deadline),
-                limit_s=limit_s,
-                clock=time.monotonic,
-                on_stage=on_stage,
-            )
-        except (TooSlowError, EndedError):
-            if self._is_stopped:
-                raise ClosedError("the engine was closed") from None
-            raise TooSlowToTuneError(
-                f"a process that measures did not answer in {limit_s:.0f} s"
-            ) from None
+        tuning = tune(
+            candidates,
+            load_shares(shares_key(config)),
+            lambda settings: self._child(settings, deadline),
+            limit_s=limit_s,
+            clock=time.monotonic,
+            on_stage=on_stage,
+        )
         name = config.model_path.name
-        save_tuning(tuning_key(config), tuning, name)
-        if not {"tiled_matmul"} & set(tuning.chosen) and config.process:
+        save_tuning(tuning_key(config), tuning.chosen, name)
+        if config.process and "tiled_matmul" not in tuning.chosen:
             # No setting is for processes alone: the result holds for an engine without one.
-            save_tuning(tuning_key(replace(config, process=False)), tuning, name)
+            save_tuning(tuning_key(replace(config, process=False, rpc=())), tuning.chosen, name)
         return tuning
 
     def stop(self) -> None:
@@ -186,7 +189,8 @@ class Tuner:
         try:
             if self._is_stopped:  # checked last: `stop` may have been called meanwhile
                 child.stop()
-            yield _Child(child, measured_config(self._config, settings), deadline)
+            n_spin = max(self._config.compute_threads)
+            yield _Child(child, measured_config(self._config, settings), n_spin, deadline)
         finally:
             child.close()
             self._children.remove(child)
@@ -195,8 +199,11 @@ class Tuner:
 class _Child:
     """A `Measurer` in a child process; the first turn loads the model."""
 
-    def __init__(self, child: JsonChild, config: EngineConfig, deadline: float) -> None:
+    def __init__(
+        self, child: JsonChild, config: EngineConfig, n_spin: int, deadline: float
+    ) -> None:
         self._child = child
+        self._n_spin = n_spin
         self._deadline = deadline
         self._opening: EngineConfig | None = config
 
@@ -205,24 +212,43 @@ class _Child:
 
         Raises
         ------
-        CllmError
-            The model cannot be loaded or computed.
-        TooSlowError, EndedError, ClosedError
-            The process did not answer in time, has ended, or was ended.
+        MeasurementError
+            The model cannot be loaded or computed, or the process did not answer in time.
+        ClosedError
+            `stop` was called.
         """
         request: dict[str, Any] = {"shapes": list(shapes)}
         if self._opening is not None:
-            request["config"] = json.loads(self._opening.to_json())
+            request |= {"config": json.loads(self._opening.to_json()), "n_spin": self._n_spin}
         limit_s = min(TURN_S, max(0.0, self._deadline - time.monotonic()))
-        answer = self._child.ask(request, limit_s)
+        try:
+            answer = self._child.ask(request, limit_s)
+        except TooSlowError:
+            raise MeasurementError("a measurement took too long") from None
+        except (EndedError, OSError) as error:
+            raise MeasurementError(f"the process that measures ended {error}".strip()) from None
         if "error" in answer:
-            raise CllmError(answer["error"])
+            raise MeasurementError(answer["error"])
         self._opening = None
         return {shape: Reading(*found) for shape, found in answer["readings"].items()}
 
 
+def _usable(settings: Settings, config: EngineConfig) -> Settings:
+    """Return the settings that an engine may change: those with their default, within its other settings."""
+    default = EngineConfig()
+    usable = {
+        name: value
+        for name, value in settings.items()
+        if getattr(config, name) == getattr(default, name)
+    }
+    if not config.process:
+        usable.pop("tiled_matmul", None)
+    if usable.get("n_ubatch", math.inf) < least_ubatch(config):
+        del usable["n_ubatch"]
+    return usable
+
+
 def measured_config(config: EngineConfig, settings: Settings) -> EngineConfig:
-    """Return the settings of one measurement: those that speed depends on, and a small context."""
-    own = {name: getattr(config, name) for name in (*MEASURED_WITH, *OF_MODEL)}
-    without = {"process": False, "pooling": None, "embedding_model": None}
-    return EngineConfig(**{**own, **without, "tune": None, **settings})
+    """Return the settings of one measurement: those that speed depends on, without GPUs."""
+    own = {name: getattr(config, name) for name in OF_MEASUREMENT}
+    return EngineConfig(**{**own, "n_gpu_layers": 0, "devices": (), "tune": None, **settings})

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from cllm.engine.config import PLAIN_TYPES, EngineConfig
+from cllm.checks import MAX_THREADS
+from cllm.engine.config import EngineConfig
+from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.core.tick_shares import SHAPES
 from cllm.errors import CllmError
 
 Settings = dict[str, bool | int]  # fields of `EngineConfig` that differ from its defaults
 
 LEAST_GAIN = 0.03  # beyond noise, for which a default is left
-N_TURNS, N_TURNS_MIN = 5, 2  # measurements of each candidate
+# Part of the time of past ticks whose shapes must have been measured: a setting that is faster for one row may be
+# slower for prompts.
+LEAST_KNOWN = 0.7
+N_TURNS, N_TURNS_MIN = 7, 3  # measurements of each candidate
+# Standard error of the median of n values with a normal distribution: this times their median absolute deviation,
+# divided by the root of n.
+ERROR_OF_MEDIAN = 1.86
 # Ratio to the fastest spin loop above which a measurement is discarded.  Compared with the median, a machine that
 # another program keeps busy would look calm.
-DISTURBED = 1.4
-WHOLE_PROMPT = ("p256",)
+DISTURBED = 1.75
+WHOLE_PROMPT, UBATCHES = ("p256",), (64, 128)
 
 
 class Reading(NamedTuple):
@@ -38,7 +46,13 @@ class Measurer(Protocol):
     """A model with some settings, in a process of its own."""
 
     def turn(self, shapes: Sequence[str]) -> Mapping[str, Reading]:
-        """Measure each shape once."""
+        """Measure each shape once; the first call loads the model.
+
+        Raises
+        ------
+        MeasurementError
+            The model cannot be used with these settings, or the time is over.
+        """
 
 
 OpenMeasurer = Callable[[Settings], AbstractContextManager[Measurer]]
@@ -57,8 +71,8 @@ class Comparison:
 
     Attributes
     ----------
-    settings, base : dict
-        What both change of the defaults.
+    changes, base : dict
+        What the candidate changes, and what was chosen before it.
     ms, base_ms : mapping
         Median milliseconds by shape; only shapes that the candidate changes and that were measured.
     ratios : mapping
@@ -66,26 +80,29 @@ class Comparison:
     score : float
         Mean of the ratios, weighted by shares; other shapes count as 1.
     noise : float
-        Median absolute deviation of the ratios, weighted as the score.
+        Standard error of the score, from the scatter of the ratios.
+    known : float
+        Share of the shapes that were measured, or that the candidate cannot change.
     """
 
-    settings: Settings
+    changes: Settings
     base: Settings
     ms: Mapping[str, float]
     base_ms: Mapping[str, float]
     ratios: Mapping[str, float]
     score: float
     noise: float
+    known: float = 1.0
 
     @property
-    def changes(self) -> Settings:
-        """Settings of the candidate alone."""
-        return {name: v for name, v in self.settings.items() if self.base.get(name) != v}
+    def settings(self) -> Settings:
+        """All settings of the candidate that differ from the defaults."""
+        return self.base | self.changes
 
     @property
     def is_gain(self) -> bool:
-        """True if the candidate is faster by `LEAST_GAIN` and the noise."""
-        return self.score + self.noise <= 1 - LEAST_GAIN
+        """True if the candidate is faster by `LEAST_GAIN` and the noise, and enough shapes were measured."""
+        return self.score + self.noise <= 1 - LEAST_GAIN and self.known >= LEAST_KNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +127,20 @@ class Tuning:
         return asdict(self)
 
 
+class MeasurementError(CllmError):
+    """A model cannot be measured with some settings, or not in time."""
+
+
 class TooSlowToTuneError(CllmError):
-    """The model is too large or too slow to be measured in the given time."""
+    """Error of a search that compared nothing in the given time."""
 
 
 def stages(
-    config: EngineConfig, *, n_processors: int, has_tiles: bool, has_openmp: bool, embeds: bool
+    config: EngineConfig, *, n_processors: int, has_tiles: bool, embeds: bool
 ) -> list[list[Candidate]]:
     """Return the candidates of each stage; none for a setting that the configuration sets itself.
+
+    Flash attention is not among them: without it, the memory for a prompt grows with `n_ctx`.
 
     Parameters
     ----------
@@ -125,8 +148,6 @@ def stages(
         Processors that the engine may use.
     has_tiles : bool
         True if llama.cpp multiplies matrices of the model by tiles.
-    has_openmp : bool
-        True if the library computes with OpenMP's threads.
     embeds : bool
         True if the engine computes vectors: `n_ubatch` then limits the length of a text.
     """
@@ -141,21 +162,23 @@ def stages(
         kernels.append({"tiled_matmul": False, "repack": False})
     found = [[Candidate(each) for each in kernels]]
     n_single, n_batch = config.compute_threads
-    if config.model is not None:  # the embedded model is too small for several threads
-        numbers = sorted({max(1, n_single - 1), n_single, n_processors})
-        if config.n_threads is None:
-            one = ({"n_threads": n, "n_threads_batch": n_batch} for n in numbers if n != n_single)
-            found.append([Candidate(each, ("1",)) for each in one])
-        if config.n_threads is None and config.n_threads_batch is None:
-            several = ({"n_threads_batch": n} for n in numbers if n != n_batch)
-            found.append([Candidate(each, SHAPES[1:]) for each in several])
+    has_own_threads = config.n_threads is not None or config.n_threads_batch is not None
+    if config.model is not None and not has_own_threads:  # the embedded model needs one thread
+        numbers = sorted({max(1, n_single - 1), n_single, min(n_processors, MAX_THREADS)})
+        one = ({"n_threads": n, "n_threads_batch": n_batch} for n in numbers if n != n_single)
+        several = ({"n_threads_batch": n} for n in numbers if n != n_batch)
+        found.append([Candidate(each, ("1",)) for each in one])
+        found.append([Candidate(each, SHAPES[1:]) for each in several])
     if config.n_ubatch == EngineConfig().n_ubatch and not embeds:
-        found.append([Candidate({"n_ubatch": n}, WHOLE_PROMPT) for n in (64, 128)])
-    if config.flash_attn is None and config.type_v in PLAIN_TYPES:
-        found.append([Candidate({"flash_attn": False})])
-    if config.poll is None and not has_openmp:
-        found.append([Candidate({"poll": level}) for level in (0, 100)])
+        sizes = (n for n in UBATCHES if n >= least_ubatch(config))
+        found.append([Candidate({"n_ubatch": n}, WHOLE_PROMPT) for n in sizes])
     return [stage for stage in found if stage]
+
+
+def least_ubatch(config: EngineConfig) -> int:
+    """Return the number of rows that llama.cpp must compute at once: those of a tick without prompts."""
+    n_drafts = 0 if config.speculation is None else N_DRAFT_ROWS
+    return config.n_seq_max + n_drafts
 
 
 def tune(
@@ -177,23 +200,25 @@ def tune(
     Raises
     ------
     TooSlowToTuneError
-        Nothing was measured in this time.
+        Nothing was compared in this time.
     """
     search = _Search(shares, open_measurer, clock, clock() + limit_s)
     chosen: Settings = {}
     comparisons: list[Comparison] = []
+    reason = "the model is too slow, or other programs use the processors"
     for stage in candidates:
         on_stage(stage)
-        found = search.compare(chosen, stage)
+        try:
+            found = search.compare(chosen, stage)
+        except MeasurementError as error:  # of the base; what was found before stays
+            reason = str(error)
+            continue
         comparisons += found
         best = min((c for c in found if c.is_gain), key=lambda c: c.score, default=None)
         if best is not None:
             chosen = best.settings
     if not comparisons and any(candidates):
-        raise TooSlowToTuneError(
-            f"no setting could be compared in {limit_s:.0f} s: the model is too slow, or other programs use the "
-            "processors"
-        )
+        raise TooSlowToTuneError(f"no setting was compared in {limit_s:.0f} s: {reason}")
     return Tuning(chosen, dict(shares), tuple(comparisons))
 
 
@@ -209,97 +234,130 @@ class _Search:
         self._open = open_measurer
         self._clock = clock
         self._deadline = deadline
-        self._shapes: list[str] = list(SHAPES)  # that there is time for
         self._spins_s: list[float] = []
 
     def compare(self, base: Settings, stage: Sequence[Candidate]) -> list[Comparison]:
         """Measure the candidates and their base by turns; return those of which enough is known."""
         if self._left_s <= 0:
             return []
-        turns: list[list[Mapping[str, Reading]]] = []
         with ExitStack() as stack:
             began = self._clock()
-            measurers = [stack.enter_context(self._open(base))]
-            first = measurers[0].turn(self._shapes)
-            self._spins_s += [reading.spin_s for reading in first.values()]
-            # Each candidate takes as long to be loaded, and as long for each turn.
-            open_s = self._clock() - began - sum(reading.seconds for reading in first.values())
-            if not self._leave_out_expensive(first, len(stage), open_s):
-                return []
-            stage = [each for each in stage if set(each.shapes) & set(self._shapes)]
-            for candidate in stage:
-                measurers.append(stack.enter_context(self._open(base | candidate.changes)))
-            wanted = [SHAPES, *(candidate.shapes for candidate in stage)]
-            asked = [[shape for shape in self._shapes if shape in each] for each in wanted]
-            for turn in range(N_TURNS):
+            own = stack.enter_context(self._open(base))
+            own.turn(())
+            open_s = self._clock() - began  # a candidate takes as long
+            shapes = self._affordable(own, stage, open_s)
+            measured = [
+                _Measured(each, [shape for shape in shapes if shape in each.shapes])
+                for each in stage
+                if set(each.shapes) & set(shapes)
+            ]
+            for each in measured:
+                with suppress(MeasurementError):
+                    each.measurer = stack.enter_context(self._open(base | each.candidate.changes))
+                    each.measurer.turn(())
+            for turn in range(N_TURNS if measured else 0):
                 turn_began = self._clock()
-                found: dict[int, Mapping[str, Reading]] = {}
-                order = range(len(measurers))
-                for i in order if turn % 2 else reversed(order):
-                    found[i] = measurers[i].turn(asked[i])
-                turns.append([found[i] for i in order])
+                try:
+                    self._turn(own, shapes, measured, is_own_first=not turn % 2)
+                except MeasurementError:  # of the base: the turns before it are whole
+                    break
                 if self._clock() - turn_began > self._left_s:
                     break
-        self._spins_s += [r.spin_s for turn in turns for each in turn for r in each.values()]
-        compared = (
-            self._comparison(base, candidate, [(turn[0], turn[i]) for turn in turns])
-            for i, candidate in enumerate(stage, start=1)
-        )
+        compared = (self._comparison(base, each) for each in measured)
         return [each for each in compared if each is not None]
+
+    def _turn(
+        self,
+        own: Measurer,
+        shapes: Sequence[str],
+        measured: Sequence[_Measured],
+        *,
+        is_own_first: bool,
+    ) -> None:
+        """Measure each once; a candidate that fails is not measured again."""
+        readings = own.turn(shapes) if is_own_first else {}
+        found: list[tuple[_Measured, Mapping[str, Reading]]] = []
+        for each in measured if is_own_first else reversed(measured):
+            try:
+                found.append((each, each.turn()))
+            except MeasurementError:
+                each.measurer = None
+        readings = readings or own.turn(shapes)
+        for each, its in found:
+            each.pairs.append((readings, its))
+        for turn in (readings, *(its for _, its in found)):
+            self._spins_s += [reading.spin_s for reading in turn.values()]
 
     @property
     def _left_s(self) -> float:
         return self._deadline - self._clock()
 
-    def _leave_out_expensive(
-        self, first: Mapping[str, Reading], n_candidates: int, open_s: float
-    ) -> bool:
-        """Leave out the most expensive shapes until there is time for a few turns; False if there is none."""
-        left_s = self._left_s - n_candidates * open_s
-        n_decodes = N_TURNS_MIN * (1 + n_candidates)
-        for shape in sorted(self._shapes, key=lambda shape: -first[shape].seconds):
-            if n_decodes * sum(first[each].seconds for each in self._shapes) <= left_s:
-                return True
-            self._shapes.remove(shape)
-        return False
+    def _affordable(self, own: Measurer, stage: Sequence[Candidate], open_s: float) -> list[str]:
+        """Return the shapes for which there is time; those that take most for their share are left out first."""
+        shapes = [s for s in SHAPES if any(s in candidate.shapes for candidate in stage)]
+        began = self._clock()
+        first = own.turn(shapes)
+        # The spin loops take time, too.
+        other_s = (self._clock() - began - sum(r.seconds for r in first.values())) / len(shapes)
+        self._spins_s += [reading.spin_s for reading in first.values()]
+        left_s = self._left_s - len(stage) * open_s
 
-    def _comparison(
-        self,
-        base: Settings,
-        candidate: Candidate,
-        pairs: Sequence[tuple[Mapping[str, Reading], Mapping[str, Reading]]],
-    ) -> Comparison | None:
+        def needed_s(shape: str) -> float:
+            n_readings = 1 + sum(shape in candidate.shapes for candidate in stage)
+            return N_TURNS_MIN * n_readings * (first[shape].seconds + max(0.0, other_s))
+
+        for shape in sorted(shapes, key=lambda s: -needed_s(s) / max(1e-9, self._shares.get(s, 0))):
+            if sum(map(needed_s, shapes)) <= left_s:
+                break
+            shapes.remove(shape)
+        return shapes
+
+    def _comparison(self, base: Settings, measured: _Measured) -> Comparison | None:
         calm_s = DISTURBED * min(self._spins_s)
+        candidate = measured.candidate
         ratios: dict[str, float] = {}
         noises: dict[str, float] = {}
         times: dict[str, tuple[float, float]] = {}
-        for shape in self._shapes:
+        for shape in measured.shapes:
             calm = [
                 (ours[shape].seconds, its[shape].seconds)
-                for ours, its in pairs
-                if shape in its and max(ours[shape].spin_s, its[shape].spin_s) <= calm_s
+                for ours, its in measured.pairs
+                if max(ours[shape].spin_s, its[shape].spin_s) <= calm_s
             ]
             if len(calm) < N_TURNS_MIN:
                 continue
             each = [b / a for a, b in calm]
             ratios[shape] = median(each)
-            noises[shape] = median(abs(ratio - ratios[shape]) for ratio in each)
+            deviation = median(abs(ratio - ratios[shape]) for ratio in each)
+            noises[shape] = ERROR_OF_MEDIAN * deviation / math.sqrt(len(each))
             times[shape] = median(a for a, _ in calm), median(b for _, b in calm)
         if not ratios:
             return None
-        # A shape that was not measured says nothing; one that the candidate cannot change is as before.
-        unchanged = set(SHAPES) - set(candidate.shapes)
-        weights = {shape: self._shares.get(shape, 0.0) for shape in {*ratios, *unchanged}}
-        total = math.fsum(weights.values())
-        if not total:
-            return None
-        known = {shape: weight / total for shape, weight in weights.items()}
+        shares = self._shares
+        unknown = [s for s in SHAPES if s in candidate.shapes and s not in ratios]
         return Comparison(
-            settings=base | candidate.changes,
+            changes=candidate.changes,
             base=base,
             ms={shape: 1000 * b for shape, (_, b) in times.items()},
             base_ms={shape: 1000 * a for shape, (a, _) in times.items()},
             ratios=ratios,
-            score=math.fsum(part * ratios.get(shape, 1.0) for shape, part in known.items()),
-            noise=math.fsum(part * noises.get(shape, 0.0) for shape, part in known.items()),
+            score=math.fsum(shares[shape] * ratios.get(shape, 1.0) for shape in SHAPES),
+            noise=math.hypot(*(shares[shape] * noise for shape, noise in noises.items())),
+            known=1 - math.fsum(shares[shape] for shape in unknown),
         )
+
+
+@dataclass(slots=True)
+class _Measured:
+    """A candidate while it is measured."""
+
+    candidate: Candidate
+    shapes: Sequence[str]
+    measurer: Measurer | None = None
+    pairs: list[tuple[Mapping[str, Reading], Mapping[str, Reading]]] = field(default_factory=list)
+
+    def turn(self) -> Mapping[str, Reading]:
+        """Measure its shapes once."""
+        if self.measurer is None:
+            raise MeasurementError("it failed before")
+        return self.measurer.turn(self.shapes)

@@ -13,9 +13,10 @@ from cllm.bindings import find_library, system_info
 from cllm.engine.cache_directory import keep_cached, read_cached
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.tick_shares import SHAPES, shares_of
+from cllm.engine.device_settings import processors_of
 from cllm.engine.llama.gguf_header import model_parts, read_header
 from cllm.engine.llama.row_cost_cache import cpu_name
-from cllm.engine.llama.tuning import Settings, Tuning
+from cllm.engine.llama.tuning import Settings
 from cllm.errors import InvalidArgumentError
 from cllm.processors import usable_processors
 
@@ -23,20 +24,13 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 
 FILE, SHARES_FILE = "tuning.json", "tick_shares.json"
 MAX_MODELS = 256
-# Settings under which others were measured: those that place a model, and those that candidates change.
+TUNABLE = ("tiled_matmul", "repack", "n_threads", "n_threads_batch", "n_ubatch")
+# Settings under which others were measured.
 MEASURED_WITH = (
-    "process", "n_threads", "n_threads_batch", "n_ubatch", "n_gpu_layers", "devices", "cpu_mask", "numa",
-    "poll", "flash_attn", "type_k", "type_v", "repack", "tiled_matmul", "pooling", "embedding_model",
+    "process", "n_ubatch", "numa", "poll", "flash_attn", "type_k", "type_v", "repack", "tiled_matmul",
+    "override_tensor", "n_cpu_moe", "used_load_mode",
 )  # fmt: skip
-TUNABLE = (
-    "tiled_matmul",
-    "repack",
-    "n_threads",
-    "n_threads_batch",
-    "n_ubatch",
-    "flash_attn",
-    "poll",
-)
+MAX_S = 1e12
 # Seconds of ticks below which an engine's shares say little, and what older seconds count for.
 LEAST_S, OLDER = 60.0, 0.5
 
@@ -53,9 +47,16 @@ def tuning_key(config: EngineConfig) -> str:
     """
     _, build = find_library()
     settings = {name: getattr(config, name) for name in MEASURED_WITH}
-    machine = (cpu_name(), system_info(), usable_processors())
-    values = (_shape_of(config), settings, machine, build)
-    return _digest(values)
+    within = None if config.cpu_mask is None else processors_of(config.cpu_mask)
+    has_own_threads = config.n_threads is not None or config.n_threads_batch is not None
+    threads = (config.compute_threads, has_own_threads, sorted(within or ()))
+    machine = (cpu_name(), system_info(), usable_processors(within))
+    return _digest((_shape_of(config), settings, threads, embeds(config), machine, build))
+
+
+def embeds(config: EngineConfig) -> bool:
+    """Return True if the configuration asks for vectors of texts."""
+    return config.pooling is not None or config.embedding_model is not None
 
 
 def shares_key(config: EngineConfig) -> str:
@@ -83,9 +84,9 @@ def load_tuning(key: str) -> Settings | None:
     return found
 
 
-def save_tuning(key: str, tuning: Tuning, model: str) -> None:
-    """Store a result; an error is logged."""
-    entry = {"model": model, "cpu": cpu_name(), "chosen": tuning.chosen}
+def save_tuning(key: str, chosen: Settings, model: str) -> None:
+    """Store what was chosen; an error is logged."""
+    entry = {"model": model, "cpu": cpu_name(), "chosen": chosen}
     try:
         keep_cached(FILE, {key: entry}, MAX_MODELS)
     except (OSError, RuntimeError) as error:
@@ -116,7 +117,7 @@ def _load_seconds(key: str) -> dict[str, float]:
     return {
         shape: float(value)
         for shape, value in known.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if type(value) in (int, float) and 0 <= value < MAX_S
     }
 
 

@@ -1,6 +1,6 @@
 """The process of a measurement: `python -m cllm.engine.llama.tuning_child`.
 
-It answers each line of standard input with one of standard output, both in JSON.  `{"config": …, "shapes": […]}`
+It answers each line of standard input with one of standard output, both in JSON.  `{"config": …, "n_spin": …, "shapes": […]}`
 loads a model first, later lines are `{"shapes": […]}`.  The answer is `{"readings": {SHAPE: [SECONDS, SPIN_S]}}`
 or `{"error": …}`.  The process ends when standard input ends.
 """
@@ -30,7 +30,10 @@ N_SEQUENCES = max(DECODES.values())
 N_FIRST = 16  # positions of each sequence when it begins
 N_CTX = 2048
 TEXT = "The quick brown fox jumps over the lazy dog. "
-SPIN_BYTES, N_SPINS = 1 << 20, 4
+SPIN_BYTES, N_SPINS = (
+    1 << 20,
+    16,
+)  # about 10 ms: a shorter loop mostly times the start of its threads
 
 
 class Measurements:
@@ -39,15 +42,17 @@ class Measurements:
     Parameters
     ----------
     config : EngineConfig
+    n_spin : int
+        Threads of the spin loop; the same for all that are compared.
     owned : ExitStack
         Frees the model.
     """
 
-    def __init__(self, config: EngineConfig, owned: ExitStack) -> None:
+    def __init__(self, config: EngineConfig, n_spin: int, owned: ExitStack) -> None:
         if not config.tiled_matmul:
             os.environ[TILED_PRODUCTS] = "0"
         use_processors(config)
-        self._n_threads = max(config.compute_threads)
+        self._n_spin = n_spin
         small = replace(
             config, n_ctx=N_CTX, n_seq_max=N_SEQUENCES + 1, prefix_cache=False, kv_unified=True
         )
@@ -68,6 +73,9 @@ class Measurements:
         self._tokens = (model.vocab.tokenize(TEXT) * n_tokens)[:n_tokens]
         self._ends = [0] * N_SEQUENCES
         self._restart()
+        self._decode_rows(
+            N_SEQUENCES
+        )  # llama.cpp reserves memory for each kind of batch at its first
 
     def turn(self, shapes: Sequence[str]) -> dict[str, tuple[float, float]]:
         """Measure each shape once: seconds of the decode, and of the slower spin loop around it."""
@@ -75,7 +83,7 @@ class Measurements:
             self._restart()
         self._decode_rows(1)  # wakes the compute threads
         readings = {}
-        before_s = spin(self._n_threads)
+        before_s = spin(self._n_spin)
         for shape in shapes:
             began = time.perf_counter()
             if shape in PROMPTS:
@@ -83,7 +91,7 @@ class Measurements:
             else:
                 self._decode_rows(DECODES[shape])
             seconds = time.perf_counter() - began
-            after_s = spin(self._n_threads)
+            after_s = spin(self._n_spin)
             readings[shape] = seconds, max(before_s, after_s)
             before_s = after_s
             self._context.seq_rm(N_SEQUENCES)
@@ -132,10 +140,12 @@ def answering(owned: ExitStack) -> Callable[..., Mapping[str, Any]]:
     """Return the function that answers requests; `owned` frees the model."""
     opened: list[Measurements] = []
 
-    def answer(shapes: Sequence[str], config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def answer(
+        shapes: Sequence[str], config: Mapping[str, Any] | None = None, n_spin: int = 1
+    ) -> dict[str, Any]:
         try:
             if config is not None:
-                opened.append(Measurements(EngineConfig(**config), owned))
+                opened.append(Measurements(EngineConfig(**config), n_spin, owned))
             return {"readings": opened[-1].turn(shapes)}
         except (CllmError, OSError) as error:
             return {"error": str(error)}
