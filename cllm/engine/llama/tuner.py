@@ -19,9 +19,9 @@ from cllm.engine.llama.gguf_header import has_tiled_matrix, model_parts, read_he
 from cllm.engine.llama.tuning import (
     Candidate,
     MeasurementError,
+    NotTunedError,
     Reading,
     Settings,
-    TooSlowToTuneError,
     Tuning,
     least_ubatch,
     stages,
@@ -91,7 +91,7 @@ class Tuner:
     def _measured_at_load(self) -> Settings:
         try:
             return self.measure(AT_LOAD_S).chosen
-        except TooSlowToTuneError:
+        except NotTunedError:
             # The next load would fail as well, and takes as long.  `cllm tune` has more time.
             save_tuning(tuning_key(self._config), {}, self._config.model_path.name)
             raise
@@ -126,10 +126,10 @@ class Tuner:
         ------
         InvalidArgumentError
             The engine cannot be tuned; says why.
-        TooSlowToTuneError, CllmError
-            Nothing was measured in this time, or the model cannot be loaded.
+        NotTunedError
+            Nothing was compared in this time, the model cannot be loaded, or memory is too small.
         OSError
-            The model's file cannot be read, or a process cannot be started.
+            The model's file cannot be read.
         ClosedError
             `stop` was called.
         """
@@ -156,11 +156,10 @@ class Tuner:
             and not config.allow_overcommit
         ):
             needed, has = most * n_bytes >> 20, free >> 20
-            raise TooSlowToTuneError(
+            raise NotTunedError(
                 f"{most} processes with the model need {needed:,} MiB, and {has:,} MiB are available"
             )
         deadline = time.monotonic() + limit_s
-
         tuning = tune(
             candidates,
             load_shares(shares_key(config)),
@@ -225,8 +224,10 @@ class _Child:
             answer = self._child.ask(request, limit_s)
         except TooSlowError:
             raise MeasurementError("a measurement took too long") from None
-        except (EndedError, OSError) as error:
-            raise MeasurementError(f"the process that measures ended {error}".strip()) from None
+        except EndedError:
+            raise MeasurementError("the process that measures has ended") from None
+        except OSError as error:  # its message says that the process does not start
+            raise MeasurementError(str(error)) from None
         if "error" in answer:
             raise MeasurementError(answer["error"])
         self._opening = None

@@ -131,7 +131,7 @@ class MeasurementError(CllmError):
     """A model cannot be measured with some settings, or not in time."""
 
 
-class TooSlowToTuneError(CllmError):
+class NotTunedError(CllmError):
     """Error of a search that compared nothing in the given time."""
 
 
@@ -199,7 +199,7 @@ def tune(
 
     Raises
     ------
-    TooSlowToTuneError
+    NotTunedError
         Nothing was compared in this time.
     """
     search = _Search(shares, open_measurer, clock, clock() + limit_s)
@@ -218,7 +218,7 @@ def tune(
         if best is not None:
             chosen = best.settings
     if not comparisons and any(candidates):
-        raise TooSlowToTuneError(f"no setting was compared in {limit_s:.0f} s: {reason}")
+        raise NotTunedError(f"no setting was compared in {limit_s:.0f} s: {reason}")
     return Tuning(chosen, dict(shares), tuple(comparisons))
 
 

@@ -17,9 +17,9 @@ from cllm.engine.llama.tuning import (
     LEAST_GAIN,
     Candidate,
     MeasurementError,
+    NotTunedError,
     Reading,
     Settings,
-    TooSlowToTuneError,
     Tuning,
     stages,
     tune,
@@ -140,7 +140,7 @@ def test_a_base_that_fails_in_a_later_stage_leaves_what_was_found() -> None:
 def test_the_reason_is_told_where_nothing_can_be_measured() -> None:
     machine = Machine(faster(1.0))
     machine.broken = [{}]
-    with pytest.raises(TooSlowToTuneError, match="it is broken"):
+    with pytest.raises(NotTunedError, match="it is broken"):
         machine.tune([NO_REPACK])
 
 
@@ -149,7 +149,7 @@ def test_a_search_ends_at_its_limit_and_keeps_whole_turns(limit_s: float) -> Non
     machine = Machine(faster(0.8, repack=False), scale=5.0, open_s=3.0)
     try:
         tuning = machine.tune([NO_TILES, NO_REPACK], limit_s=limit_s)
-    except TooSlowToTuneError:
+    except NotTunedError:
         assert limit_s < 25.0
     else:
         assert tuning.comparisons
@@ -204,7 +204,7 @@ def test_readings_beside_a_slow_spin_loop_are_discarded() -> None:
 def test_nothing_is_chosen_on_a_machine_that_is_never_calm() -> None:
     machine = Machine(faster(0.5, repack=False))
     machine.spins = (2 * SPIN_S if i else SPIN_S for i in count())
-    with pytest.raises(TooSlowToTuneError, match="other programs"):
+    with pytest.raises(NotTunedError, match="other programs"):
         machine.tune([NO_REPACK])
 
 
@@ -231,14 +231,14 @@ def test_nothing_is_chosen_that_was_not_measured_with_most_of_what_the_engine_do
 
 def test_a_model_that_is_too_slow_is_not_tuned() -> None:
     machine = Machine(faster(0.5, repack=False), scale=1000.0)
-    with pytest.raises(TooSlowToTuneError):
+    with pytest.raises(NotTunedError):
         machine.tune([NO_REPACK], limit_s=20.0)
     assert machine.n_open == 0
 
 
 def test_no_stage_begins_after_the_limit() -> None:
     machine = Machine(faster(1.0), open_s=100.0)
-    with pytest.raises(TooSlowToTuneError):
+    with pytest.raises(NotTunedError):
         machine.tune([NO_REPACK], [NO_TILES], limit_s=50.0)
     assert machine.opened == [{}]
     assert machine.n_open == 0
