@@ -115,6 +115,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.processors",
         ),
     ),
+    ("cllm.doctor.engine_check", ("cllm", "cllm.doctor")),
     ("cllm.doctor.preflight", ("cllm", "cllm.doctor", "cllm.engine.llama.preflight")),
     (
         "cllm.doctor.last_crash",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from cllm.bindings import Model
 from cllm.doctor.diagnosis import conclude
+from cllm.doctor.engine_check import engine_check
 from cllm.doctor.experiments import SUBJECT, run_experiments
-from cllm.doctor.findings import Finding, Status
+from cllm.doctor.findings import Conclusion, Finding, Plan, Status
 from cllm.doctor.installation import installation_checks, memory_check
 from cllm.doctor.last_crash import last_crash_check
 from cllm.doctor.model_checks import model_checks
@@ -40,7 +41,8 @@ def examine(path: Path, *, n_threads: int, is_quick: bool = False) -> Generator[
     Yields
     ------
     Check, Plan, Experiment, Conclusion
-        Findings in this order.  After a failed check there are no experiments and no conclusion.
+        Findings in this order; the check of the engine comes after the experiments.  After a failed check there are
+        no experiments and no conclusion.
     """
     for check in installation_checks():
         yield check
@@ -51,8 +53,19 @@ def examine(path: Path, *, n_threads: int, is_quick: bool = False) -> Generator[
     yield check
     if check.status is Status.FAILED:
         return
+    plan, conclusion = None, None
     with Model(path) as model, closing(_examine_model(model, n_threads, is_quick)) as findings:
-        yield from findings
+        for finding in findings:
+            if isinstance(finding, Conclusion):
+                conclusion = finding
+                continue
+            plan = finding if isinstance(finding, Plan) else plan
+            yield finding
+    if (
+        plan is not None and conclusion is not None
+    ):  # the model is freed: there may be no room for two
+        yield engine_check(path, plan, n_threads=n_threads)
+        yield conclusion
 
 
 def _examine_model(model: Model, n_threads: int, is_quick: bool) -> Generator[Finding]:

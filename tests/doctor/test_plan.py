@@ -40,4 +40,4 @@ def test_every_plan_goes_twice_through_all_seq_ids() -> None:
 def test_the_estimate_counts_the_history_that_is_sent_again() -> None:
     prompts_only = Pace(1.0, 0.0)
     few, many = (estimate_s(Shape(1, 1), n, prompts_only) for n in (8, 16))
-    assert many - few == 1.5 * (5 * 8 + (16 * 17 - 8 * 9) / 2)
+    assert many - few == 1.5 * (7 * 8 + (16 * 17 - 8 * 9) / 2)
