@@ -84,12 +84,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the hypothesis profile of the run, and make `process=True` the default with --over-process."""
+    """Load the hypothesis profile of the run, and set the defaults of engines.
+
+    `process=True` is the default with --over-process.  No engine uses what the developer's own engines have tuned.
+    """
     is_fast = "not full" in config.getoption("markexpr")
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast" if is_fast else "suite"))
+    defaults = EngineConfig.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["tune"] = None
     if config.getoption("--over-process"):
-        defaults = EngineConfig.__init__.__kwdefaults__
-        assert defaults is not None
         defaults["process"] = True
 
 

@@ -56,15 +56,15 @@ def tune(
     console.width = max(N_COLUMNS, console.width)
     tuning = _measured(config, seconds, console)
     _show(console, tuning, process=process)
-    if "tiled_matmul" in tuning.chosen and "process" not in engine.given:
-        within = _measured(replace(config, process=False), seconds, console)
-        _show(console, within, process=False)
     if as_json:
         typer.echo(json.dumps(tuning.as_dict()))
     if plot is not None:
         ratios = {told(each.changes): each.ratios for each in tuning.comparisons}
         save_ratios_plot(ratios, SHAPES, plot, title=f"Settings of {config.model_path.name}")
         print(f"picture: {plot}", file=sys.stderr)
+    if "tiled_matmul" in tuning.chosen and "process" not in engine.given:
+        # Engines without a process of their own need another result.
+        _show(console, _measured(replace(config, process=False), seconds, console), process=False)
     return 0
 
 

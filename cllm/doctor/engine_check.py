@@ -6,7 +6,7 @@ from pathlib import Path
 
 import anyio
 
-from cllm import Engine
+from cllm import CllmError, Engine
 from cllm.doctor.diagnosis import STEADY, growth
 from cllm.doctor.findings import Check, Plan, Status
 
@@ -26,8 +26,11 @@ def engine_check(path: Path, plan: Plan, *, n_threads: int) -> Check:
     n_threads : int
         Compute threads.
     """
-    decode_s, n_cells = anyio.run(_serve, path, plan, n_threads, backend_options={"debug": False})
-    return check_times(decode_s, n_cells)
+    try:
+        measured = anyio.run(_serve, path, plan, n_threads, backend_options={"debug": False})
+    except CllmError as error:  # an engine needs more than the checks and experiments before
+        return Check("engine", Status.FAILED, str(error))
+    return check_times(*measured)
 
 
 def check_times(decode_s: list[float], n_cells: list[int]) -> Check:

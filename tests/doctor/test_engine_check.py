@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,11 @@ def test_the_embedded_model_is_checked_with_a_cache_that_fills() -> None:
     assert cells is not None
     first, last = (int(number.replace(",", "")) for number in cells.groups())
     assert 0 < first < last
+
+
+def test_an_engine_that_does_not_load_is_a_failed_check(tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"GGUF")
+    check = engine_check(path, PLAN, n_threads=1)
+    assert (check.name, check.status) == ("engine", Status.FAILED)
+    assert "no.gguf" in check.text

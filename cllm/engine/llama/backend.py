@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -379,8 +379,9 @@ class LlamaBackend:
     def _tick_shares(self, owned: ExitStack) -> TickShares:
         """Return a new count of the shapes of ticks, which is saved at the end."""
         shares = TickShares()
-        key = shares_key(self._config)
-        owned.callback(lambda: save_shares(key, shares.seconds))
+        with suppress(OSError):  # the file may be gone by now: nothing is saved
+            key = shares_key(self._config)
+            owned.callback(lambda: save_shares(key, shares.seconds))
         return shares
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.engine.config import AUTO, EngineConfig
 from cllm.engine.device_settings import processors_of
 from cllm.engine.llama.devices import gpus_of
-from cllm.engine.llama.gguf_header import has_tiled_matrix, model_parts, read_header
+from cllm.engine.llama.gguf_header import has_tiled_matrix, model_parts
 from cllm.engine.llama.tuning import (
     Candidate,
     MeasurementError,
@@ -23,12 +23,10 @@ from cllm.engine.llama.tuning import (
     Reading,
     Settings,
     Tuning,
-    least_ubatch,
     stages,
     tune,
 )
 from cllm.engine.llama.tuning_cache import (
-    embeds,
     load_shares,
     load_tuning,
     save_tuning,
@@ -78,7 +76,7 @@ class Tuner:
         try:
             known = load_tuning(tuning_key(config))
             if known is None and config.tune == AUTO:
-                known = self._measured_at_load()
+                known = self.measure(AT_LOAD_S).chosen
             usable = _usable(known or {}, config)
             config.tuned(usable)
         except ClosedError:
@@ -87,14 +85,6 @@ class Tuner:
             logger.warning("not tuned: %s", error)
             return {}
         return usable
-
-    def _measured_at_load(self) -> Settings:
-        try:
-            return self.measure(AT_LOAD_S).chosen
-        except NotTunedError:
-            # The next load would fail as well, and takes as long.  `cllm tune` has more time.
-            save_tuning(tuning_key(self._config), {}, self._config.model_path.name)
-            raise
 
     @property
     def obstacle(self) -> str | None:
@@ -136,7 +126,6 @@ class Tuner:
         config = self._config
         if (obstacle := self.obstacle) is not None:
             raise InvalidArgumentError("tune", config.tune, f"None here ({obstacle})")
-        header = read_header(config.model_path)
         parts = model_parts(config.model_path)
         within = None if config.cpu_mask is None else processors_of(config.cpu_mask)
         processors = usable_processors(within)
@@ -145,7 +134,6 @@ class Tuner:
             config,
             n_processors=max(1, min(processors.n_allowed, quota)),
             has_tiles=any(map(has_tiled_matrix, parts)),
-            embeds=embeds(config) or f"{header.get('general.architecture')}.pooling_type" in header,
         )
         n_bytes = sum(part.stat().st_size for part in parts)
         most = 1 + max(map(len, candidates), default=0)
@@ -219,7 +207,9 @@ class _Child:
         request: dict[str, Any] = {"shapes": list(shapes)}
         if self._opening is not None:
             request |= {"config": json.loads(self._opening.to_json()), "n_spin": self._n_spin}
-        limit_s = min(TURN_S, max(0.0, self._deadline - time.monotonic()))
+        limit_s = min(TURN_S, self._deadline - time.monotonic())
+        if limit_s <= 0:
+            raise MeasurementError("the time is over")
         try:
             answer = self._child.ask(request, limit_s)
         except TooSlowError:
@@ -235,7 +225,7 @@ class _Child:
 
 
 def _usable(settings: Settings, config: EngineConfig) -> Settings:
-    """Return the settings that an engine may change: those with their default, within its other settings."""
+    """Return the settings that an engine may change: those that have their default; tiles only in its own process."""
     default = EngineConfig()
     usable = {
         name: value
@@ -244,8 +234,6 @@ def _usable(settings: Settings, config: EngineConfig) -> Settings:
     }
     if not config.process:
         usable.pop("tiled_matmul", None)
-    if usable.get("n_ubatch", math.inf) < least_ubatch(config):
-        del usable["n_ubatch"]
     return usable
 
 

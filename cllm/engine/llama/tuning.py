@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 
 from cllm.checks import MAX_THREADS
 from cllm.engine.config import EngineConfig
-from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.core.tick_shares import SHAPES
 from cllm.errors import CllmError
 
@@ -25,14 +24,15 @@ LEAST_GAIN = 0.03  # beyond noise, for which a default is left
 # Part of the time of past ticks whose shapes must have been measured: a setting that is faster for one row may be
 # slower for prompts.
 LEAST_KNOWN = 0.7
-N_TURNS, N_TURNS_MIN = 7, 3  # measurements of each candidate
+N_TURNS, N_TURNS_MIN = 7, 5  # measurements of each candidate
 # Standard error of the median of n values with a normal distribution: this times their median absolute deviation,
 # divided by the root of n.
 ERROR_OF_MEDIAN = 1.86
+N_ERRORS = 2  # standard errors that a gain must exceed: the best of several candidates looks better than it is
 # Ratio to the fastest spin loop above which a measurement is discarded.  Compared with the median, a machine that
 # another program keeps busy would look calm.
 DISTURBED = 1.75
-WHOLE_PROMPT, UBATCHES = ("p256",), (64, 128)
+TILED = ("8", "16", "p64", "p256")  # shapes that llama.cpp multiplies by tiles
 
 
 class Reading(NamedTuple):
@@ -101,8 +101,9 @@ class Comparison:
 
     @property
     def is_gain(self) -> bool:
-        """True if the candidate is faster by `LEAST_GAIN` and the noise, and enough shapes were measured."""
-        return self.score + self.noise <= 1 - LEAST_GAIN and self.known >= LEAST_KNOWN
+        """True if the candidate is faster by `LEAST_GAIN` beyond the noise, and enough shapes were measured."""
+        is_sure = self.score + N_ERRORS * self.noise <= 1 - LEAST_GAIN
+        return is_sure and self.known >= LEAST_KNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +136,11 @@ class NotTunedError(CllmError):
     """Error of a search that compared nothing in the given time."""
 
 
-def stages(
-    config: EngineConfig, *, n_processors: int, has_tiles: bool, embeds: bool
-) -> list[list[Candidate]]:
+def stages(config: EngineConfig, *, n_processors: int, has_tiles: bool) -> list[list[Candidate]]:
     """Return the candidates of each stage; none for a setting that the configuration sets itself.
 
-    Flash attention is not among them: without it, the memory for a prompt grows with `n_ctx`.
+    Two settings are not among them.  Without flash attention the memory for a prompt grows with `n_ctx`.  A smaller
+    `n_ubatch` is slower for prompts that it does not divide.
 
     Parameters
     ----------
@@ -148,19 +148,17 @@ def stages(
         Processors that the engine may use.
     has_tiles : bool
         True if llama.cpp multiplies matrices of the model by tiles.
-    embeds : bool
-        True if the engine computes vectors: `n_ubatch` then limits the length of a text.
     """
-    kernels: list[Settings] = []
+    kernels: list[Candidate] = []
     # llama.cpp reads this once per process: it must be a process of the engine's own.
     can_change_tiles = config.process and has_tiles and config.tiled_matmul
     if can_change_tiles:
-        kernels.append({"tiled_matmul": False})
+        kernels.append(Candidate({"tiled_matmul": False}, TILED))
     if config.repack:
-        kernels.append({"repack": False})
+        kernels.append(Candidate({"repack": False}))
     if config.repack and can_change_tiles:
-        kernels.append({"tiled_matmul": False, "repack": False})
-    found = [[Candidate(each) for each in kernels]]
+        kernels.append(Candidate({"tiled_matmul": False, "repack": False}))
+    found = [kernels]
     n_single, n_batch = config.compute_threads
     has_own_threads = config.n_threads is not None or config.n_threads_batch is not None
     if config.model is not None and not has_own_threads:  # the embedded model needs one thread
@@ -169,16 +167,7 @@ def stages(
         several = ({"n_threads_batch": n} for n in numbers if n != n_batch)
         found.append([Candidate(each, ("1",)) for each in one])
         found.append([Candidate(each, SHAPES[1:]) for each in several])
-    if config.n_ubatch == EngineConfig().n_ubatch and not embeds:
-        sizes = (n for n in UBATCHES if n >= least_ubatch(config))
-        found.append([Candidate({"n_ubatch": n}, WHOLE_PROMPT) for n in sizes])
     return [stage for stage in found if stage]
-
-
-def least_ubatch(config: EngineConfig) -> int:
-    """Return the number of rows that llama.cpp must compute at once: those of a tick without prompts."""
-    n_drafts = 0 if config.speculation is None else N_DRAFT_ROWS
-    return config.n_seq_max + n_drafts
 
 
 def tune(
@@ -252,9 +241,11 @@ class _Search:
                 if set(each.shapes) & set(shapes)
             ]
             for each in measured:
-                with suppress(MeasurementError):
-                    each.measurer = stack.enter_context(self._open(base | each.candidate.changes))
-                    each.measurer.turn(())
+                with suppress(MeasurementError), ExitStack() as opening:
+                    measurer = opening.enter_context(self._open(base | each.candidate.changes))
+                    measurer.turn(())
+                    each.measurer = measurer
+                    stack.push(opening.pop_all())
             for turn in range(N_TURNS if measured else 0):
                 turn_began = self._clock()
                 try:

@@ -24,7 +24,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 
 FILE, SHARES_FILE = "tuning.json", "tick_shares.json"
 MAX_MODELS = 256
-TUNABLE = ("tiled_matmul", "repack", "n_threads", "n_threads_batch", "n_ubatch")
+TUNABLE = ("tiled_matmul", "repack", "n_threads", "n_threads_batch")
 # Settings under which others were measured.
 MEASURED_WITH = (
     "process", "n_ubatch", "numa", "poll", "flash_attn", "type_k", "type_v", "repack", "tiled_matmul",
@@ -51,12 +51,7 @@ def tuning_key(config: EngineConfig) -> str:
     has_own_threads = config.n_threads is not None or config.n_threads_batch is not None
     threads = (config.compute_threads, has_own_threads, sorted(within or ()))
     machine = (cpu_name(), system_info(), usable_processors(within))
-    return _digest((_shape_of(config), settings, threads, embeds(config), machine, build))
-
-
-def embeds(config: EngineConfig) -> bool:
-    """Return True if the configuration asks for vectors of texts."""
-    return config.pooling is not None or config.embedding_model is not None
+    return _digest((_shape_of(config), settings, threads, machine, build))
 
 
 def shares_key(config: EngineConfig) -> str:

@@ -18,7 +18,7 @@ import json, sys
 import anyio
 from cllm import Engine
 async def main():
-    async with Engine(sys.argv[1], n_ctx=256, n_seq_max=1, n_threads=1, **json.loads(sys.argv[2])) as engine:
+    async with Engine(sys.argv[1], n_ctx=256, n_seq_max=1, n_threads=1, tune=None, **json.loads(sys.argv[2])) as engine:
         done = await engine.generate(list(range(5, 37)), max_tokens=2, temperature=0, logprobs=3)
         told = [[t.logprob for t in token.top] for token in done.logprobs]
         print(json.dumps([told, engine.model.fingerprint]))
@@ -39,11 +39,14 @@ def answer_with(options: dict[str, object], **environment: str) -> tuple[list[li
 
 @pytest.mark.full
 def test_without_tiles_the_process_computes_as_with_llama_cpps_own_variable() -> None:
-    by_variable, plain = answer_with({"repack": False}, **{TILED_PRODUCTS: "0"})
+    with_tiles, plain = answer_with({"repack": False})
+    by_variable, same = answer_with({"repack": False}, **{TILED_PRODUCTS: "0"})
     by_setting, own = answer_with({"repack": False, "tiled_matmul": False})
-    in_process, same = answer_with({"repack": False, "tiled_matmul": False, "process": True})
+    in_process, again = answer_with({"repack": False, "tiled_matmul": False, "process": True})
     assert by_setting == by_variable == in_process
-    assert own == same != plain
+    assert own == again != plain == same
+    if with_tiles == by_variable:
+        pytest.skip("this processor rounds alike with and without tiles, or has none")
 
 
 @pytest.mark.full
@@ -54,6 +57,7 @@ def test_repacked_weights_give_the_same_answer_but_another_fingerprint() -> None
     assert np.asarray(packed) == pytest.approx(np.asarray(plain), abs=0.1)
 
 
+@pytest.mark.same_process("what this process has read is not read there")
 @pytest.mark.anyio
 async def test_tiles_are_refused_by_name_after_another_engine_has_computed(
     monkeypatch: pytest.MonkeyPatch,

@@ -35,7 +35,9 @@ from cllm.engine.process.engine_process import EngineProcess
 from tests.conftest import QUIET
 from tools import make_model
 
-OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 2, **QUIET}
+OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 2, "tune": "cached", **QUIET}
+AUTO: dict[str, Any] = {**OPTIONS, "tune": "auto"}
+pytestmark = pytest.mark.same_process("what is replaced or listened to here is not there")
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_a_result_is_for_a_model_a_machine_and_settings(path: Path) -> None:
         config, EngineConfig(), replace(config, model=other), replace(config, process=True),
         replace(config, n_threads=3), replace(config, type_k="q8_0"), replace(config, repack=False),
         replace(config, override_tensor=("ffn=CPU",)), replace(config, use_mmap=False),
-        replace(config, pooling="mean"), replace(config, cpu_mask="0-0"),
+        replace(config, cpu_mask="0-0"),
     ]  # fmt: skip
     assert len(set(map(tuning_key, different))) == len(different)
     same = [
@@ -100,7 +102,7 @@ def test_a_copy_of_a_model_has_the_same_result(path: Path, tmp_path: Path) -> No
     "text",
     [
         "", "[]", '{"KEY": 3}', '{"KEY": {"chosen": {"n_threads": "many"}}}', '{"KEY": {"chosen": []}}',
-        '{"KEY": {"chosen": {"n_threads": true}}}', '{"KEY": {"chosen": {"n_ubatch": 1e400}, "1": 1e400}}',
+        '{"KEY": {"chosen": {"n_threads": true}}}', '{"KEY": {"chosen": {"n_threads": 1e400}, "1": 1e400}}',
         '{"KEY": {"1": true, "2": -1, "4": 1' + 400 * "0" + "}}",
     ],
 )  # fmt: skip
@@ -131,12 +133,14 @@ def test_shapes_of_older_engines_count_half(path: Path) -> None:
 @pytest.mark.anyio
 async def test_an_engine_uses_what_is_known(path: Path, measured: list[EngineConfig]) -> None:
     know(EngineConfig(model=path, **OPTIONS), repack=False)
-    async with Engine(path, **OPTIONS) as engine, Engine(path, tune=None, **OPTIONS) as plain:
+    async with (
+        Engine(path, **OPTIONS) as engine,
+        Engine(path, **{**OPTIONS, "tune": None}) as plain,
+    ):
         assert engine.model.tuned == {"repack": False}
         assert plain.model.tuned == {}
         assert engine.model.fingerprint != plain.model.fingerprint
-        by_hand = {**OPTIONS, "repack": False}
-        async with Engine(path, tune=None, **by_hand) as same:
+        async with Engine(path, **{**OPTIONS, "tune": None, "repack": False}) as same:
             assert engine.model.fingerprint == same.model.fingerprint
         assert (await engine.generate([5, 6, 7], max_tokens=2)).usage.n_output == 2
     assert measured == []
@@ -147,7 +151,7 @@ async def test_auto_measures_where_nothing_is_known_and_only_then(
     path: Path, measured: list[EngineConfig]
 ) -> None:
     for _ in range(2):
-        async with Engine(path, tune="auto", **OPTIONS) as engine:
+        async with Engine(path, **AUTO) as engine:
             assert engine.model.tuned == {"repack": False}
     assert len(measured) == 1
 
@@ -156,8 +160,8 @@ async def test_auto_measures_where_nothing_is_known_and_only_then(
 async def test_a_deterministic_engine_ignores_tuning(measured: list[EngineConfig]) -> None:
     options = {**OPTIONS, "deterministic": True}
     path = make_model.ensure("tiny-llama", "Q8_0")
-    know(EngineConfig(model=path, **options), repack=True, n_ubatch=64)
-    async with Engine(path, tune="auto", **options) as engine:
+    know(EngineConfig(model=path, **options), repack=False)
+    async with Engine(path, **{**options, "tune": "auto"}) as engine:
         assert engine.model.tuned == {}
     assert measured == []
 
@@ -189,23 +193,20 @@ async def test_an_engine_loads_where_nothing_can_be_measured(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tuner_module, "available_bytes", lambda: 1 << 20)
-    async with Engine(path, tune="auto", **OPTIONS) as engine:
+    async with Engine(path, **AUTO) as engine:
         assert engine.model.tuned == {}
     assert "processes with the model need" in caplog.text
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("chosen", "options"),
     [
         ({"repack": False}, {"repack": False}),
-        ({"n_ubatch": 64}, {"n_seq_max": 128}),
-        ({"n_ubatch": 64}, {"speculation": "ngram", "n_seq_max": 60}),
         ({"tiled_matmul": False}, {"process": False}),
         ({"n_threads": 2}, {"n_threads": 1}),
     ],
 )
-async def test_a_result_changes_nothing_that_other_settings_forbid(
+def test_a_result_changes_nothing_that_other_settings_forbid(
     path: Path, chosen: dict[str, int], options: dict[str, Any]
 ) -> None:
     config = EngineConfig(model=path, **{**OPTIONS, **options})
@@ -227,11 +228,12 @@ async def test_cancelling_a_start_ends_its_measurements(path: Path) -> None:
         return real(self, request, limit_s)
 
     async def enter() -> None:
-        async with Engine(path, tune="auto", **OPTIONS):
+        async with Engine(path, **AUTO):
             raise AssertionError("it was cancelled")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JsonChild, "ask", noted)
+        patch.setattr(tuner_module, "AT_LOAD_S", 600.0)
         with anyio.fail_after(60):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(enter)

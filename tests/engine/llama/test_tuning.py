@@ -108,9 +108,9 @@ def test_the_defaults_stay_without_a_gain_of_three_percent(factor: float) -> Non
 
 def test_a_setting_that_is_faster_is_chosen_and_the_next_stage_starts_from_it() -> None:
     machine = Machine(faster(0.8, repack=False))
-    tuning = machine.tune([NO_TILES, NO_REPACK], [Candidate({"n_ubatch": 64})])
+    tuning = machine.tune([NO_TILES, NO_REPACK], [Candidate({"n_threads_batch": 1})])
     assert tuning.chosen == {"repack": False}
-    assert machine.opened[-2:] == [{"repack": False}, {"repack": False, "n_ubatch": 64}]
+    assert machine.opened[-2:] == [{"repack": False}, {"repack": False, "n_threads_batch": 1}]
     assert machine.n_open == 0
 
 
@@ -135,6 +135,21 @@ def test_a_base_that_fails_in_a_later_stage_leaves_what_was_found() -> None:
     machine.load = load  # type: ignore[method-assign]
     assert machine.tune([NO_REPACK], [NO_TILES]).chosen == {"repack": False}
     assert machine.n_open == 0
+
+
+def test_a_candidate_that_cannot_be_loaded_is_loaded_once_and_closed() -> None:
+    machine = Machine(faster(0.8, repack=False))
+    machine.broken = [NO_TILES.changes]
+    loads: list[Settings] = []
+    real = machine.load
+
+    def load(settings: Settings) -> None:
+        loads.append(settings)
+        real(settings)
+
+    machine.load = load  # type: ignore[method-assign]
+    machine.tune([NO_TILES, NO_REPACK])
+    assert loads == [{}, NO_TILES.changes, NO_REPACK.changes]
 
 
 def test_the_reason_is_told_where_nothing_can_be_measured() -> None:
@@ -186,7 +201,7 @@ def test_a_gain_within_the_noise_changes_nothing() -> None:
     machine = Machine(faster(0.93, repack=False))
     machine.noise = (1.0 + 0.4 * (i * 7 % 5 - 2) / 2 for i in count())
     (found,) = machine.tune([NO_REPACK]).comparisons
-    assert found.score <= 1 - LEAST_GAIN < found.score + found.noise
+    assert found.score <= 1 - LEAST_GAIN < found.score + 2 * found.noise
     assert not found.is_gain
 
 
@@ -262,17 +277,16 @@ def test_a_choice_is_faster_by_the_weights_or_it_is_the_default(
 
 def changes(**options: Any) -> list[Settings]:
     given: dict[str, Any] = {"model": "m.gguf", "process": True, **options}
-    facts = {
-        name: given.pop(name, value) for name, value in (("has_tiles", True), ("embeds", False))
-    }
-    found = stages(EngineConfig(**given), n_processors=600, **facts)
+    has_tiles = given.pop("has_tiles", True)
+    found = stages(EngineConfig(**given), n_processors=600, has_tiles=has_tiles)
     return [candidate.changes for stage in found for candidate in stage]
 
 
 def test_settings_of_the_user_have_no_candidates() -> None:
     fields = {name for change in changes() for name in change}
-    assert fields == {"tiled_matmul", "repack", "n_threads", "n_threads_batch", "n_ubatch"}
-    for options in ({"repack": False}, {"tiled_matmul": False}, {"n_ubatch": 256}):
+    assert fields == {"tiled_matmul", "repack", "n_threads", "n_threads_batch"}
+    options: dict[str, Any]
+    for options in ({"repack": False}, {"tiled_matmul": False}):
         left = changes(**options)
         assert not any(name in change for change in left for name in options), options
     for options in ({"n_threads": 3}, {"n_threads_batch": 3}):
@@ -287,12 +301,6 @@ def test_each_candidate_is_a_configuration() -> None:
 def test_tiles_are_changed_only_in_a_process_of_the_engines_own() -> None:
     assert not any("tiled_matmul" in change for change in changes(process=False))
     assert not any("tiled_matmul" in change for change in changes(has_tiles=False))
-
-
-def test_settings_that_change_more_than_speed_are_left_alone() -> None:
-    assert not any("n_ubatch" in change for change in changes(embeds=True))
-    assert not any("n_ubatch" in change for change in changes(n_seq_max=200))
-    assert not any("flash_attn" in change for change in changes())
 
 
 def test_the_number_of_threads_of_the_embedded_model_stays() -> None:
