@@ -2,8 +2,8 @@
 
     python -m tools.test_vulkan LIBRARY [-k EXPRESSION] [--together]
 
-LIBRARY is a directory with a libllama that has the Vulkan backend.  Mesa 22.3 (Debian 12) ends every second
-process that decodes, with SIGSEGV in a thread of its own, or with SIGABRT.  Such a test is repeated, at most
+LIBRARY is a directory with a libllama that has the Vulkan backend.  At times Mesa 22.3 (Debian 12) ends
+a process that decodes, with SIGSEGV in a thread of its own, or with SIGABRT.  Such a test is repeated, at most
 `N_TRIES` times in all.  A test that fails in any other way is not.
 """
 
