@@ -121,4 +121,6 @@ def _show(console: Console, tuning: Tuning, *, process: bool) -> None:
         which = "Engines" if everywhere else f"Engines {kind}"
         console.print(f"{which} use {told(tuning.chosen)} with this model from now on.")
     else:
-        console.print(f"The defaults stay: no setting is faster by {LEAST_GAIN:.0%} and the noise.")
+        console.print(
+            f"The defaults stay: no setting is faster by {LEAST_GAIN:.0%} beyond the noise."
+        )

@@ -61,9 +61,8 @@ def examine(path: Path, *, n_threads: int, is_quick: bool = False) -> Generator[
                 continue
             plan = finding if isinstance(finding, Plan) else plan
             yield finding
-    if (
-        plan is not None and conclusion is not None
-    ):  # the model is freed: there may be no room for two
+    # The model is freed by now: there may be no room for two.
+    if plan is not None and conclusion is not None:
         yield engine_check(path, plan, n_threads=n_threads)
         yield conclusion
 
