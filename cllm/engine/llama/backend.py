@@ -379,7 +379,7 @@ class LlamaBackend:
     def _tick_shares(self, owned: ExitStack) -> TickShares:
         """Return a new count of the shapes of ticks, which is saved at the end."""
         shares = TickShares()
-        with suppress(OSError):  # the file may be gone by now: nothing is saved
+        with suppress(OSError, ValueError):  # the file may be gone by now: nothing is saved
             key = shares_key(self._config)
             owned.callback(lambda: save_shares(key, shares.seconds))
         return shares

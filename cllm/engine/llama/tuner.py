@@ -81,7 +81,8 @@ class Tuner:
             config.tuned(usable)
         except ClosedError:
             raise
-        except (CllmError, OSError) as error:  # the engine loads without it
+        except (CllmError, OSError, ValueError) as error:
+            # A ValueError is a path that no file can have.  The engine loads without tuning, or says what is wrong.
             logger.warning("not tuned: %s", error)
             return {}
         return usable

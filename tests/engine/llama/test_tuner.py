@@ -142,7 +142,8 @@ async def test_an_engine_uses_what_is_known(path: Path, measured: list[EngineCon
         assert engine.model.fingerprint != plain.model.fingerprint
         async with Engine(path, **{**OPTIONS, "tune": None, "repack": False}) as same:
             assert engine.model.fingerprint == same.model.fingerprint
-        assert (await engine.generate([5, 6, 7], max_tokens=2)).usage.n_output == 2
+        done = await engine.generate([5, 6, 7], max_tokens=2, ignore_eos=True)
+        assert done.usage.n_output == 2
     assert measured == []
 
 
@@ -176,16 +177,22 @@ async def test_a_restarted_process_computes_with_the_settings_of_the_first(path:
     async with Engine(path, on_restart=lambda _: restarted.set(), **options) as engine:
         assert engine.model.tuned == {"repack": False, "tiled_matmul": False}
         know(config)  # another program has tuned since
-        before = await engine.generate([5, 6, 7], max_tokens=4, temperature=0)
+        before = await engine.generate([5, 6, 7], max_tokens=4, temperature=0, ignore_eos=True)
         process = engine._parts.thread
         assert isinstance(process, EngineProcess)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         with anyio.fail_after(60):
             await restarted.wait()
-        after = await engine.generate([5, 6, 7], max_tokens=4, temperature=0)
+        after = await engine.generate([5, 6, 7], max_tokens=4, temperature=0, ignore_eos=True)
         assert after.token_ids == before.token_ids
         assert (process._config.repack, process._config.tiled_matmul) == (False, False)
+
+
+@pytest.mark.parametrize("name", ["no.gguf", "\ud800", "/"])
+@pytest.mark.parametrize("tune", ["cached", "auto"])
+def test_a_path_that_no_model_has_changes_nothing(name: str, tune: Any) -> None:
+    assert Tuner(EngineConfig(model=name, **{**OPTIONS, "tune": tune})).settings() == {}
 
 
 @pytest.mark.anyio
