@@ -41,7 +41,7 @@ N_FIRST, N_LAST = 6, 2  # requests that a table shows; those between follow the 
 _STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red"}
 
 
-def check_plot(path: Path | None) -> Path | None:
+def _check_plot(path: Path | None) -> Path | None:
     """Return the path of the plot; reject a wrong suffix or directory before the experiments."""
     if path is None:
         return None
@@ -50,6 +50,20 @@ def check_plot(path: Path | None) -> Path | None:
     if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no directory {path.absolute().parent}")
     return path
+
+
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(callback=_check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
+]
+
+
+def drawable(plot: Path | None) -> Path | None:
+    """Return the path of the plot; None, and a message, without matplotlib."""
+    if plot is not None and not has_matplotlib():
+        print("cllm: no picture without the extra plot: pip install 'cllm[plot]'", file=sys.stderr)
+        return None
+    return plot
 
 
 def _show_check(console: Console, check: Check) -> None:
@@ -231,10 +245,7 @@ def doctor(
             "--rows", help="Measure what a decode of 1 to 64 rows takes, and nothing else."
         ),
     ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(callback=check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
-    ] = None,
+    plot: PlotOption = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -244,9 +255,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:
     """Check library, build, CPU, model and KV cache, and find out whether latency grows."""
-    if plot is not None and not has_matplotlib():
-        print("cllm: no picture without the extra plot: pip install 'cllm[plot]'", file=sys.stderr)
-        plot = None
+    plot = drawable(plot)
     config = EngineConfig(model=model_file(model), n_threads=threads)
     if rows:
         costs = _measure_rows(config, is_quick=quick, as_json=as_json)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cllm import EngineConfig, InvalidArgumentError
-from cllm.cli.doctor import check_plot
+from cllm.cli.doctor import PlotOption, drawable
 from cllm.cli.options import EngineFlags, with_flags
-from cllm.doctor import has_matplotlib, save_ratios_plot
+from cllm.doctor import save_ratios_plot
 from cllm.engine.core.tick_shares import SHAPES
 from cllm.engine.llama.tuner import Tuner
 from cllm.engine.llama.tuning import LEAST_GAIN, Candidate, Settings, Tuning
@@ -36,16 +35,11 @@ def tune(
     seconds: Annotated[
         float, typer.Option(min=1.0, max=86400.0, help="Time for all measurements.")
     ] = LIMIT_S,
-    plot: Annotated[
-        Path | None,
-        typer.Option(callback=check_plot, metavar="FILE", help="Save a picture (extra `plot`)."),
-    ] = None,
+    plot: PlotOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> int:
     """Measure settings that change speed; engines on this machine then use the fastest ones."""
-    if plot is not None and not has_matplotlib():
-        print("cllm: no picture without the extra plot: pip install 'cllm[plot]'", file=sys.stderr)
-        plot = None
+    plot = drawable(plot)
     if file is not None:
         if "model" in engine.given or "hf" in engine.given:
             raise typer.BadParameter("give the model once", param_hint="MODEL")

@@ -25,7 +25,7 @@ from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.engine.media import MAX_ROWS
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
 from cllm.errors import InvalidArgumentError
-from cllm.processors import usable_processors
+from cllm.processors import Processors, usable_processors
 from cllm.removed import replacement
 from cllm.settings import (
     Affects,
@@ -717,9 +717,13 @@ class EngineConfig:
         # The embedded model is too small for several threads.
         n_threads = self.n_threads or 1
         if self.n_threads is None and self.model is not None:
-            within = None if self.cpu_mask is None else processors_of(self.cpu_mask)
-            n_threads = usable_processors(within).n_threads
+            n_threads = self.processors.n_threads
         return n_threads, self.n_threads_batch or n_threads
+
+    @property
+    def processors(self) -> Processors:
+        """Processors that the engine may use: those of `cpu_mask`, or all of this process."""
+        return usable_processors(None if self.cpu_mask is None else processors_of(self.cpu_mask))
 
 
 class KVLayout(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
 from cllm.engine.llama.tuner import Tuner
 from cllm.engine.llama.tuning import Settings
-from cllm.engine.llama.tuning_cache import save_shares, shares_key
+from cllm.engine.llama.tuning_cache import save_shares
 from cllm.engine.request import FimTokens, ModelInfo
 from cllm.engine.sampling.logprobs import LogprobReader
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
@@ -378,10 +378,8 @@ class LlamaBackend:
 
     def _tick_shares(self, owned: ExitStack) -> TickShares:
         """Return a new count of the shapes of ticks, which is saved at the end."""
-        shares = TickShares()
-        with suppress(OSError, ValueError):  # the file may be gone by now: nothing is saved
-            key = shares_key(self._config)
-            owned.callback(lambda: save_shares(key, shares.seconds))
+        shares, config = TickShares(), self._config
+        owned.callback(lambda: save_shares(config, shares.seconds))
         return shares
 
     def stop(self) -> None:

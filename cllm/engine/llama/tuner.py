@@ -13,7 +13,6 @@ from typing import Any
 
 from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.engine.config import AUTO, EngineConfig
-from cllm.engine.device_settings import processors_of
 from cllm.engine.llama.devices import gpus_of
 from cllm.engine.llama.gguf_header import has_tiled_matrix, model_parts
 from cllm.engine.llama.tuning import (
@@ -30,12 +29,10 @@ from cllm.engine.llama.tuning_cache import (
     load_shares,
     load_tuning,
     save_tuning,
-    shares_key,
     tuning_key,
 )
 from cllm.errors import CllmError, ClosedError, InvalidArgumentError
 from cllm.memory import available_bytes
-from cllm.processors import usable_processors
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
@@ -128,8 +125,7 @@ class Tuner:
         if (obstacle := self.obstacle) is not None:
             raise InvalidArgumentError("tune", config.tune, f"None here ({obstacle})")
         parts = model_parts(config.model_path)
-        within = None if config.cpu_mask is None else processors_of(config.cpu_mask)
-        processors = usable_processors(within)
+        processors = config.processors
         quota = processors.n_allowed if processors.quota is None else math.floor(processors.quota)
         candidates = stages(
             config,
@@ -151,7 +147,7 @@ class Tuner:
         deadline = time.monotonic() + limit_s
         tuning = tune(
             candidates,
-            load_shares(shares_key(config)),
+            load_shares(config),
             lambda settings: self._child(settings, deadline),
             limit_s=limit_s,
             clock=time.monotonic,

@@ -18,7 +18,6 @@ from cllm.engine.llama.gguf_header import model_parts, read_header
 from cllm.engine.llama.row_cost_cache import cpu_name
 from cllm.engine.llama.tuning import Settings
 from cllm.errors import InvalidArgumentError
-from cllm.processors import usable_processors
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
@@ -47,22 +46,11 @@ def tuning_key(config: EngineConfig) -> str:
     """
     _, build = find_library()
     settings = {name: getattr(config, name) for name in MEASURED_WITH}
-    within = None if config.cpu_mask is None else processors_of(config.cpu_mask)
     has_own_threads = config.n_threads is not None or config.n_threads_batch is not None
-    threads = (config.compute_threads, has_own_threads, sorted(within or ()))
-    machine = (cpu_name(), system_info(), usable_processors(within))
+    mask = () if config.cpu_mask is None else sorted(processors_of(config.cpu_mask))
+    threads = (config.compute_threads, has_own_threads, mask)
+    machine = (cpu_name(), system_info(), config.processors)
     return _digest((_shape_of(config), settings, threads, machine, build))
-
-
-def shares_key(config: EngineConfig) -> str:
-    """Return the key of the shapes of past ticks: shape and quantization of the model.
-
-    Raises
-    ------
-    OSError
-        The model's file cannot be read.
-    """
-    return _digest(_shape_of(config))
 
 
 def load_tuning(key: str) -> Settings | None:
@@ -88,20 +76,27 @@ def save_tuning(key: str, chosen: Settings, model: str) -> None:
         logger.warning("cannot store the result of tuning: %s", error)
 
 
-def load_shares(key: str) -> dict[str, float]:
-    """Return the share of each shape of ticks in the time of past engines; equal shares if nothing is known."""
-    return shares_of(_load_seconds(key))
+def load_shares(config: EngineConfig) -> dict[str, float]:
+    """Return the share of each shape of ticks in the time of past engines; equal shares if nothing is known.
+
+    Raises
+    ------
+    OSError
+        The model's file cannot be read.
+    """
+    return shares_of(_load_seconds(_shares_key(config)))
 
 
-def save_shares(key: str, seconds: Mapping[str, float]) -> None:
+def save_shares(config: EngineConfig, seconds: Mapping[str, float]) -> None:
     """Add the seconds of an engine's ticks, by shape; older ones count half."""
     if sum(seconds.values()) < LEAST_S:
         return
-    older = _load_seconds(key)
-    total = {shape: seconds[shape] + OLDER * older.get(shape, 0.0) for shape in SHAPES}
     try:
+        key = _shares_key(config)
+        older = _load_seconds(key)
+        total = {shape: seconds[shape] + OLDER * older.get(shape, 0.0) for shape in SHAPES}
         keep_cached(SHARES_FILE, {key: total}, MAX_MODELS)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # the model's file may be gone by now
         logger.info("cannot store the shapes of ticks: %s", error)
 
 
@@ -114,6 +109,11 @@ def _load_seconds(key: str) -> dict[str, float]:
         for shape, value in known.items()
         if type(value) in (int, float) and 0 <= value < MAX_S
     }
+
+
+def _shares_key(config: EngineConfig) -> str:
+    """Return the key of the shapes of past ticks: shape and quantization of the model."""
+    return _digest(_shape_of(config))
 
 
 def _shape_of(config: EngineConfig) -> Any:

@@ -30,10 +30,8 @@ N_SEQUENCES = max(DECODES.values())
 N_FIRST = 16  # positions of each sequence when it begins
 N_CTX = 2048
 TEXT = "The quick brown fox jumps over the lazy dog. "
-SPIN_BYTES, N_SPINS = (
-    1 << 20,
-    16,
-)  # about 10 ms: a shorter loop mostly times the start of its threads
+# About 10 ms: a shorter loop mostly times the start of its threads.
+SPIN_BYTES, N_SPINS = 1 << 20, 16
 
 
 class Measurements:
@@ -73,9 +71,8 @@ class Measurements:
         self._tokens = (model.vocab.tokenize(TEXT) * n_tokens)[:n_tokens]
         self._ends = [0] * N_SEQUENCES
         self._restart()
-        self._decode_rows(
-            N_SEQUENCES
-        )  # llama.cpp reserves memory for each kind of batch at its first
+        # llama.cpp reserves memory for each kind of batch at its first.
+        self._decode_rows(N_SEQUENCES)
 
     def turn(self, shapes: Sequence[str]) -> dict[str, tuple[float, float]]:
         """Measure each shape once: seconds of the decode, and of the slower spin loop around it."""

@@ -19,6 +19,7 @@ from cllm import Engine, EngineConfig, InvalidArgumentError
 from cllm.engine.child_process import JsonChild
 from cllm.engine.core.tick_shares import SHAPES
 from cllm.engine.llama import tuner as tuner_module
+from cllm.engine.llama import tuning_cache
 from cllm.engine.llama.tuner import Tuner, measured_config
 from cllm.engine.llama.tuning import Candidate, Tuning
 from cllm.engine.llama.tuning_cache import (
@@ -106,12 +107,15 @@ def test_a_copy_of_a_model_has_the_same_result(path: Path, tmp_path: Path) -> No
         '{"KEY": {"1": true, "2": -1, "4": 1' + 400 * "0" + "}}",
     ],
 )  # fmt: skip
-def test_a_damaged_file_counts_as_no_result(cache: Path, text: str) -> None:
+def test_a_damaged_file_counts_as_no_result(
+    cache: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.mkdir(parents=True)
     (cache / FILE).write_text(text)
+    monkeypatch.setattr(tuning_cache, "_shares_key", lambda _: "KEY")
     (cache / SHARES_FILE).write_text(text)
     assert load_tuning("KEY") is None
-    assert set(load_shares("KEY").values()) == {1 / len(SHAPES)}
+    assert set(load_shares(EngineConfig()).values()) == {1 / len(SHAPES)}
 
 
 def test_only_speed_can_be_changed_by_a_file(cache: Path) -> None:
@@ -123,10 +127,11 @@ def test_only_speed_can_be_changed_by_a_file(cache: Path) -> None:
 
 def test_shapes_of_older_engines_count_half(path: Path) -> None:
     nothing = dict.fromkeys(SHAPES, 0.0)
-    save_shares("KEY", nothing | {"1": 100.0})
-    save_shares("KEY", nothing | {"8": 150.0})
-    save_shares("KEY", nothing | {"16": 5.0})  # too short to say anything
-    assert load_shares("KEY") == nothing | {"1": 0.25, "8": 0.75}
+    config = EngineConfig(model=path)
+    save_shares(config, nothing | {"1": 100.0})
+    save_shares(config, nothing | {"8": 150.0})
+    save_shares(config, nothing | {"16": 5.0})  # too short to say anything
+    assert load_shares(config) == nothing | {"1": 0.25, "8": 0.75}
 
 
 # --- What engines do -------------------------------------------------------------------------
