@@ -1,1 +1,1 @@
-"""Compare cllm with its alternatives, by turns in one run; all but xllamacpp load the same library."""
+"""Compare cllm with its alternatives, by turns in one run; llama.cpp's own programs load the same library."""

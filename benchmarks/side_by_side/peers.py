@@ -51,11 +51,6 @@ class Peers:
         """Path of the example server of llama-cpp-python; None without an interpreter."""
         return self.python and self.python.parents[1] / "server.py"
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables that make llama-cpp-python load cllm's library."""
-        return {"LLAMA_CPP_LIB_PATH": str(self.tools.parent / "lib")} if self.tools else {}
-
 
 def find(environ: Mapping[str, str] = os.environ) -> Peers:
     """Look for all peers; `CLLM_PEERS` names a virtual environment other than .venv-peers."""
@@ -101,7 +96,6 @@ def _why_not_run(found: Peers, *arguments: str) -> str:
         return NOT_INSTALLED
     done = subprocess.run(
         [str(found.python), *arguments],
-        env={**os.environ, **found.environment},
         capture_output=True,
         text=True,
         timeout=IMPORT_S,

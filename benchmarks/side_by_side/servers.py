@@ -83,7 +83,7 @@ def llama_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
 
 
 def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
-    """Return the example server of llama-cpp-python, which loads the same library."""
+    """Return the example server of llama-cpp-python, over the llama.cpp of its distribution."""
     health, missing = "/healthz", peers.missing[PYTHON_SERVER]
     if missing:
         return ServerPeer(PYTHON_SERVER, health, missing)
@@ -103,8 +103,7 @@ def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
         },
     }
     command = (str(peers.python), str(peers.example_server), "-C", "/dev/stdin")
-    environment = tuple(peers.environment.items())
-    return ServerPeer(PYTHON_SERVER, health, "", command, environment, json.dumps(config))
+    return ServerPeer(PYTHON_SERVER, health, "", command, stdin=json.dumps(config))
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -31,7 +30,6 @@ def _rate(peers: Peers, script: str, setup: Setup, n_prompt: int, n_output: int)
     }
     done = subprocess.run(
         [str(peers.python), str(SCRIPTS / script), json.dumps(given)],
-        env={**os.environ, **peers.environment},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -125,7 +125,7 @@ def _decode() -> Iterator[Target]:
 def _http() -> Iterator[Target]:
     served = partial(Target, measurement="b", model=MODEL, peer=CLLM_SERVE)
     for sizes in http_loop.FULL:
-        # The example server batches with the same library: the target is only to be no slower.
+        # The example server batches with the same kernels: the target is only to be no slower.
         for mark, rival in (("", LLAMA_SERVER), ("p", PYTHON_SERVER)):
             yield served(
                 key=f"b{sizes.n_clients}{mark}",
