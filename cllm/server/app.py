@@ -109,13 +109,13 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.server, app.state.engine_task = state, task
-    routes = (
+    routes = (  # they are searched in this order: the usual ones first
         generate,
         openai,
-        transcriptions,
-        responses,
-        messages,
         embeddings,
+        messages,
+        responses,
+        transcriptions,
         llama_server,
         loras,
         tokens,

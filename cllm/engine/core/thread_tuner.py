@@ -56,15 +56,12 @@ class ProcessorLoad:
         Processors that no program used.
     own : float
         Processors that this program used.
-    n_runnable : int
-        Other threads of the system that were running or ready to run at the end of the window.
     """
 
     waiting: float
     others: float
     idle: float
     own: float
-    n_runnable: int = 1
 
     @property
     def n_available(self) -> int:
@@ -83,6 +80,8 @@ class ThreadTuner:
         What ticks of each kind take; their latest observations are compared.
     read_load : callable
         Return the load since its last call; None where the system does not report it.
+    count_runnable : callable
+        Return how many other threads of the system run, or are ready to, for longer than a moment.
 
     Attributes
     ----------
@@ -92,12 +91,17 @@ class ThreadTuner:
     """
 
     def __init__(
-        self, n_max: int, costs: Sequence[TickCost], read_load: Callable[[], ProcessorLoad | None]
+        self,
+        n_max: int,
+        costs: Sequence[TickCost],
+        read_load: Callable[[], ProcessorLoad | None],
+        count_runnable: Callable[[], int],
     ) -> None:
         self.n_max: int = n_max
         self.n_threads: int = n_max
         self._costs = costs
         self._read_load = read_load
+        self._count_runnable = count_runnable
         self._looked_at = float("-inf")
         self._before: tuple[Reason, int, float] | None = (
             None  # of a trial: threads and pace before it
@@ -115,9 +119,10 @@ class ThreadTuner:
             if load is not None:
                 self._before = None
                 self._held_until = dict.fromkeys(Reason, float("-inf"))
+                self.n_threads = self.n_max
                 # The average is of the past: a program that has just ended is not in the way.
-                is_busy = load.n_runnable > 0
-                self.n_threads = min(self.n_max, load.n_available) if is_busy else self.n_max
+                if load.n_available < self.n_max and self._count_runnable():
+                    self.n_threads = load.n_available
             self._forget_ticks()
         return self.n_threads
 

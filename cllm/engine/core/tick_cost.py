@@ -10,8 +10,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from cllm.engine.core.gap_budget import MAX_AIM, MIN_SHARE
 from cllm.engine.core.scheduler import Chunk
 
@@ -45,6 +43,26 @@ class _Moments:
                 row[j] = factor * row[j] + feature * features[j]
 
 
+def _solution(
+    matrix: Sequence[Sequence[float]], vector: Sequence[float], kept: Sequence[int]
+) -> list[float]:
+    """Return the unknowns of the `kept` equations of a positive definite system, the others being 0.
+
+    Gaussian elimination: with numpy, all of the fit takes 115 µs instead of 45.
+    """
+    rows = [[*(matrix[i][j] for j in kept), vector[i]] for i in kept]
+    for i, pivot in enumerate(rows):
+        for row in rows[i + 1 :]:
+            factor = row[i] / pivot[i]
+            for j in range(i, len(row)):
+                row[j] -= factor * pivot[j]
+    found = [0.0] * len(rows)
+    for i in reversed(range(len(rows))):
+        known = sum(rows[i][j] * found[j] for j in range(i + 1, len(rows)))
+        found[i] = (rows[i][-1] - known) / rows[i][i]
+    return found
+
+
 class TickCost:
     """Least-squares fit over the ticks so far; the error of a tick is relative to its time.
 
@@ -56,7 +74,7 @@ class TickCost:
 
     def __init__(self) -> None:
         self._of_decoding, self._of_prompts = _Moments(), _Moments()
-        self._fit = np.zeros(3)
+        self._fit = [0.0] * 3
         self._n_rows_max = 0.0
         self._n_rows_ever = 0
         # Evaluated on demand: most ticks need no value.
@@ -88,21 +106,26 @@ class TickCost:
             while self._unseen:
                 self._add(*self._unseen.popleft())
             of_decoding, of_prompts = self._of_decoding, self._of_prompts
-            moments = np.array(of_decoding.products) + np.array(of_prompts.products)
-            sums = np.array(of_decoding.sums) + np.array(of_prompts.sums)
+            moments = [
+                [a + b for a, b in zip(*rows, strict=True)]
+                for rows in zip(of_decoding.products, of_prompts.products, strict=True)
+            ]
             # A coefficient that the latest ticks do not determine keeps its value.
-            ridge = 1e-6 * float(np.trace(moments))
-            moments += ridge * np.eye(3)
-            sums += ridge * self._fit
+            ridge = 1e-6 * sum(moments[i][i] for i in range(3))
+            sums = [0.0] * 3
+            for i in range(3):
+                moments[i][i] += ridge
+                sums[i] = of_decoding.sums[i] + of_prompts.sums[i] + ridge * self._fit[i]
             kept = [0, 1, 2]
             while True:
-                solution = np.linalg.solve(moments[np.ix_(kept, kept)], sums[kept])
-                if solution.min() >= 0.0:
+                solution = _solution(moments, sums, kept)
+                if min(solution) >= 0.0:
                     break
-                del kept[int(solution.argmin())]
-            self._fit = np.zeros(3)
-            self._fit[kept] = solution
-        fixed, per_row, per_cell = self._fit.tolist()
+                del kept[solution.index(min(solution))]
+            self._fit = [0.0] * 3
+            for i, value in zip(kept, solution, strict=True):
+                self._fit[i] = value
+        fixed, per_row, per_cell = self._fit
         return fixed, per_row / ROWS, per_cell / CELLS
 
     def seconds(self, n_rows: float, n_cells: float) -> float:

@@ -156,7 +156,9 @@ class InferenceThread(EngineHost):
                 costs.append(self._embeddings.cost)
             relatives = (os.getppid(),) if self._config.process else ()
             reader = ProcessorReader(relatives)
-            self._tuner = ThreadTuner(loaded.n_threads_max, costs, reader.read)
+            self._tuner = ThreadTuner(
+                loaded.n_threads_max, costs, reader.read, reader.count_runnable
+            )
         return core, loaded.model
 
     def _make_core(self, loaded: Loaded, owned: ExitStack) -> EngineCore:

@@ -18,6 +18,7 @@ PROC = Path("/proc")
 IDLE_COLUMNS = (3, 4)  # idle, and idle while a disk is read
 STOLEN_COLUMN = 7  # time that the host of a virtual machine took: no program here used it
 SHORTEST_S = 0.1  # shortest time between two readings: the kernel counts in hundredths of a second
+N_LOOKS, LOOK_S = 5, 0.0005  # at the threads that run, and seconds between two
 TIME_COLUMNS = (11, 12)  # of a process, counted after its name: user time and system time
 
 
@@ -26,7 +27,6 @@ class _Reading(NamedTuple):
 
     at: float
     n_processors: int
-    n_runnable: int
     idle_s: float
     stolen_s: float
     own_s: float
@@ -70,36 +70,58 @@ class ProcessorReader:
             others=max(0.0, now.n_processors - idle - stolen - own),
             idle=max(0.0, idle),
             own=own,
-            n_runnable=max(0, now.n_runnable - 1),  # without this thread
         )
 
     def _reading(self) -> _Reading | None:
         with suppress(OSError, ValueError, LookupError):
-            n_processors, n_runnable, idle_s, stolen_s = self._of_processors()
+            n_processors, idle_s, stolen_s = self._of_processors()
             own_s = time.process_time() + sum(map(self._of_process, self._relatives))
             waited_s = _waited_s()
-            return _Reading(
-                time.monotonic(), n_processors, n_runnable, idle_s, stolen_s, own_s, waited_s
-            )
+            return _Reading(time.monotonic(), n_processors, idle_s, stolen_s, own_s, waited_s)
         return None
 
-    def _of_processors(self) -> tuple[int, int, float, float]:
-        lines = {
-            name: [int(value) for value in values]
-            for name, *values in map(str.split, (PROC / "stat").read_text().splitlines())
-            if name.startswith(("cpu", "procs_running"))
-        }
+    def count_runnable(self) -> int:
+        """Return how many other threads of the system run, or are ready to: the fewest of some looks in 2 ms.
+
+        The event loop, and a client here that has just sent a request, run for less.  0 where the system does
+        not report it.
+        """
+        fewest = 0
+        with suppress(OSError, ValueError, LookupError):
+            fewest = _n_runnable()
+            for _ in range(N_LOOKS - 1):
+                if not fewest:
+                    break
+                time.sleep(LOOK_S)
+                fewest = min(fewest, _n_runnable())
+        return fewest
+
+    def _of_processors(self) -> tuple[int, float, float]:
+        lines = _system_times("cpu")
         # Processors of the main thread: an OpenMP runtime may bind a compute thread to one processor.
         numbers = allowed_processors(os.getpid()) or ()
         times = [lines[f"cpu{number}"] for number in numbers]
         idle = sum(of_one[column] for of_one in times for column in IDLE_COLUMNS)
         stolen = sum(of_one[STOLEN_COLUMN] for of_one in times)
-        n_runnable = lines["procs_running"][0]
-        return len(times), n_runnable, idle * self._tick_s, stolen * self._tick_s
+        return len(times), idle * self._tick_s, stolen * self._tick_s
 
     def _of_process(self, pid: int) -> float:
         values = (PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
         return sum(int(values[column]) for column in TIME_COLUMNS) * self._tick_s
+
+
+def _system_times(start: str) -> dict[str, list[int]]:
+    """Return the numbers of the lines of `/proc/stat` whose names begin with `start`."""
+    return {
+        name: [int(value) for value in values]
+        for name, *values in map(str.split, (PROC / "stat").read_text().splitlines())
+        if name.startswith(start)
+    }
+
+
+def _n_runnable() -> int:
+    """Return how many threads of the system run or are ready to, without this one."""
+    return max(0, _system_times("procs_running")["procs_running"][0] - 1)
 
 
 def _waited_s() -> dict[str, float]:

@@ -48,7 +48,8 @@ class Machine:
         self.tick_s, self.load = tick_s, load
         self.now = 0.0
         self.n_looks = 0
-        self.tuner = ThreadTuner(n_max, [self.cost], self._read)
+        self.n_runnable = 1
+        self.tuner = ThreadTuner(n_max, [self.cost], self._read, lambda: self.n_runnable)
 
     def _read(self) -> ProcessorLoad | None:
         self.n_looks += 1
@@ -170,7 +171,8 @@ def test_after_a_pause_the_first_tick_leaves_busy_processors_to_others() -> None
 def test_a_program_that_has_just_ended_takes_no_thread() -> None:
     machine = Machine(2, two(0.014, 0.4), lambda n: QUIET)
     machine.run(1.0)
-    machine.load = lambda n: ProcessorLoad(0.0, others=1.0, idle=1.0, own=0.0, n_runnable=0)
+    machine.load = lambda n: ProcessorLoad(0.0, others=1.0, idle=1.0, own=0.0)
+    machine.n_runnable = 0
     assert machine.pause(PAUSE_S) == 2
 
 
@@ -245,18 +247,21 @@ def test_ticks_of_another_shape_do_not_decide_a_trial() -> None:
     assert machine.tuner._before is None
 
 
-LOADS = st.builds(ProcessorLoad, *[st.floats(0.0, 8.0)] * 4, st.integers(0, 9)) | st.none()
+LOADS = st.builds(ProcessorLoad, *[st.floats(0.0, 8.0)] * 4) | st.none()
 
 
 @given(
     n_max=st.integers(1, 8),
-    steps=st.lists(st.tuples(LOADS, st.floats(1e-4, 2.0), st.booleans()), max_size=80),
+    steps=st.lists(
+        st.tuples(LOADS, st.floats(1e-4, 2.0), st.booleans(), st.integers(0, 9)), max_size=80
+    ),
 )
 def test_the_number_of_threads_is_always_one_that_is_configured(
-    n_max: int, steps: list[tuple[ProcessorLoad | None, float, bool]]
+    n_max: int, steps: list[tuple[ProcessorLoad | None, float, bool, int]]
 ) -> None:
     machine = Machine(n_max, lambda n: 0.01, lambda n: None)
-    for load, seconds, is_pause in steps:
+    for load, seconds, is_pause, n_runnable in steps:
+        machine.n_runnable = n_runnable
         machine.load = lambda n, load=load: load  # type: ignore[misc]
         machine.tick_s = lambda n, seconds=seconds: seconds  # type: ignore[misc]
         if is_pause:

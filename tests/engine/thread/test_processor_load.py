@@ -26,7 +26,12 @@ class Proc:
         self.own_s = 0.0
         self.n_processors = 2
         monkeypatch.setattr(processor_load, "PROC", root)
-        clocks = {"monotonic": lambda: self.now, "process_time": lambda: self.own_s}
+        self.on_sleep = lambda: None
+        clocks = {
+            "monotonic": lambda: self.now,
+            "process_time": lambda: self.own_s,
+            "sleep": lambda seconds: self.on_sleep(),
+        }
         monkeypatch.setattr(processor_load, "time", SimpleNamespace(**clocks))
         affinity = lambda pid: set(range(self.n_processors))  # noqa: E731
         monkeypatch.setattr(os, "sched_getaffinity", affinity, raising=False)
@@ -175,17 +180,23 @@ def test_a_processor_that_is_not_listed_leaves_no_load(proc: Proc) -> None:
     assert reader.read() is None
 
 
-@pytest.mark.parametrize(("n_running", "n_runnable"), [(1, 0), (4, 3)])
-def test_threads_that_are_ready_to_run_are_those_of_others(
-    proc: Proc, n_running: int, n_runnable: int
+@pytest.mark.parametrize(
+    ("n_running", "n_runnable"),
+    [((1,), 0), ((4,), 3), ((4, 3, 2, 2, 1), 0), ((2, 4, 4, 3, 5), 1), ((2, 3, 3, 3, 3, 1), 1)],
+)
+def test_threads_that_run_only_for_a_moment_are_not_counted(
+    proc: Proc, n_running: tuple[int, ...], n_runnable: int
 ) -> None:
-    proc.write(idle_s=0.0, n_running=n_running)
+    proc.write(idle_s=0.0, n_running=n_running[0])
     proc.thread(threading.get_native_id(), 0.0)
     reader = ProcessorReader()
-    proc.now += 1.0
-    load = reader.read()
-    assert load is not None
-    assert load.n_runnable == n_runnable
+    later = iter(n_running[1:])
+    proc.on_sleep = lambda: proc.write(idle_s=0.0, n_running=next(later, n_running[-1]))
+    assert reader.count_runnable() == n_runnable
+
+
+def test_no_threads_are_counted_where_the_system_does_not_report_them(proc: Proc) -> None:
+    assert ProcessorReader().count_runnable() == 0
 
 
 def test_this_machine_reports_a_load_or_none() -> None:
