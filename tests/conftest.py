@@ -87,12 +87,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Load the hypothesis profile of the run, and set the defaults of engines.
 
     `process=True` is the default with --over-process.  No engine uses what the developer's own engines have tuned.
+    None guesses tokens by default: how many ticks an answer takes would depend on the speed of the machine.
     """
     is_fast = "not full" in config.getoption("markexpr")
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast" if is_fast else "suite"))
     defaults = EngineConfig.__init__.__kwdefaults__
     assert defaults is not None
-    defaults["tune"] = None
+    defaults["tune"] = defaults["speculation"] = None
     if config.getoption("--over-process"):
         defaults["process"] = True
 

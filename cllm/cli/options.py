@@ -45,6 +45,7 @@ TOY = (
     "-m FILE or -m hf:USER/REPO takes a real one"
 )
 NO_OPTION = "-"
+NOTHING = object()  # an optional setting was given as "", and is None
 
 
 class Flags:
@@ -76,7 +77,9 @@ class Flags:
     ) -> None:
         # Typer has [] or None, by version, for a list that is not given.
         self.given: dict[str, object] = {
-            name: value for name, value in given.items() if value not in (None, [])
+            name: None if value is NOTHING else value
+            for name, value in given.items()
+            if value not in (None, [])
         }
         self.defaults: dict[str, object] = self.own_defaults | {
             name: value for name, value in (defaults or {}).items() if value is not None
@@ -147,7 +150,7 @@ class EngineFlags(Flags):
             return {}
         if "hf" in self.given:
             raise typer.BadParameter("give -m or -hf, not both")
-        if "trace" in self.given:
+        if self.given.get("trace") is not None:
             raise typer.BadParameter("one file is for one model", param_hint="--trace")
         configs: dict[str, EngineConfig] = {}
         for given, found in zip(models, named, strict=True):
@@ -167,7 +170,9 @@ class EngineFlags(Flags):
                 given[name] = model_file(str(value))
         # `n_threads` alone sets the threads of batches too.
         given.setdefault("n_threads_batch", given.get("n_threads"))
-        return cast(EngineConfig, EngineFlags(given, self.defaults).make(**defaults))
+        flags = EngineFlags({}, self.defaults)
+        flags.given = given
+        return cast(EngineConfig, flags.make(**defaults))
 
 
 class ServerFlags(Flags):
@@ -351,7 +356,7 @@ def _reader(name: str, stated: Setting) -> Callable[[Any], Any]:
         if given is None or given == []:
             return given
         if given == "" and stated.is_optional and not stated.is_secret:
-            return None
+            return NOTHING
         value = READERS[name](given) if name in READERS else given
         if name == "model":  # may be NAME=MODEL; checked by `config` and `configs`
             return value

@@ -254,11 +254,13 @@ class EngineConfig:
         Give the same tokens for the same request, to the bit, with any other requests beside it.  The same
         holds for log probabilities, and for any chunks, cached prefixes, preemptions and threads.  CPU only,
         and slower (docs/determinism.md).  Loading a model ends with a test of it, and fails if the test fails.
-    speculation : "ngram", str or Path, optional
-        Guess tokens, and compute the guesses with the token they follow: "ngram", or the file of a smaller
-        model with the same vocabulary.  The number of guesses adapts to the time that they save; the answers
-        stay the same.  "ngram" guesses from the tokens of the request itself.  Both also guess the tokens that
-        a JSON schema or an expression forces.
+    speculation : "auto", "ngram", str, Path or None
+        Guess tokens, and compute the guesses with the token they follow: "auto", "ngram", or the file of a smaller
+        model.  The number of guesses adapts to the time that they save; the answers stay the same.
+        "ngram" guesses from the tokens of the request itself, and a smaller model must have the same vocabulary.
+        Both also guess the tokens that a JSON schema or an expression forces.  "auto" is "ngram" without the
+        memory for it: it has only the output rows that no running sequence needs, and no guesses for a model
+        with recurrent memory.
     type_k : str
         Data type of the keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  With
         `deterministic`, f16 becomes bf16.
@@ -441,7 +443,10 @@ class EngineConfig:
     flash_attn: bool | None = setting(None, boolean, affects=BATCHES | Affects.STATE)
     deterministic: bool = setting(False, boolean, affects=ANSWERS)
     speculation: str | Path | None = setting(
-        None, or_word(NGRAM, file_path), "--speculation -md --model-draft"
+        AUTO,
+        or_word(AUTO, or_word(NGRAM, file_path)),
+        "--speculation -md --model-draft",
+        is_optional=True,
     )
     # The bindings check the types, and the values for RoPE.
     type_k: str = setting("f16", None, "--type-k -ctk --cache-type-k", affects=ANSWERS)
@@ -605,7 +610,7 @@ class EngineConfig:
     def draft_model(self) -> Path | None:
         """File of the draft model for speculation; None without a draft model."""
         given = self.speculation
-        return None if given is None or given == NGRAM else Path(given)
+        return None if given is None or given in (AUTO, NGRAM) else Path(given)
 
     def read_chat_template(self) -> str | None:
         """Return the text of the configured chat template; None if the model's own template is used.
@@ -690,7 +695,7 @@ class EngineConfig:
 
         `state_bytes` is the size of one state; 0 for a model without recurrent memory.
         """
-        if self.speculation is None or not state_bytes:
+        if self.speculation in (None, AUTO) or not state_bytes:
             return 0
         n_most = DRAFT_STATES_BYTES // (state_bytes * self.n_seq_max)
         return max(0, min(N_DRAFT_STATES, n_most, self.n_batch - 2, self.n_ubatch - 2))

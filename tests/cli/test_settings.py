@@ -218,6 +218,25 @@ def test_a_value_that_is_not_used_is_not_read(
     assert (server.otlp_traces_endpoint, untraced.otlp_traces_endpoint) == ("http://own", None)
 
 
+def test_an_empty_option_of_text_means_none_also_where_another_value_is_the_default(
+    served: list[tuple[EngineConfig, ServerConfig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optional = [
+        field.name
+        for field in fields(EngineConfig)
+        if field.metadata[KEY].is_optional and isinstance(field.default, str)
+    ]
+    assert {"speculation", "tune"} <= set(optional)
+    typed = [text for name in optional for text in (f"--{name.replace('_', '-')}", "")]
+    for given in ([], typed):
+        monkeypatch.setattr(sys, "argv", ["cllm", "serve", *given])
+        assert run() == 0
+    default, (engine, _) = served
+    for name in optional:
+        assert getattr(engine, name) is None
+    assert default[0].max_queue == EngineConfig().max_queue
+
+
 def test_an_error_about_a_secret_leaves_the_value_out() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^api_key is a secret, must be text") as raised:
         ServerConfig(api_key=cast(str, 123456))

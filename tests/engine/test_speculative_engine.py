@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cllm import Completion, Engine, InvalidArgumentError, InvalidRequestError, ModelLoadError
+from cllm import (
+    Completion,
+    Engine,
+    EngineConfig,
+    InvalidArgumentError,
+    InvalidRequestError,
+    ModelLoadError,
+)
+from cllm.bindings import Model
 from cllm.engine.core.speculation import BudgetedSpeculation, _Offer
 from cllm.engine.llama import row_cost_cache
+from cllm.engine.llama.decoder import make_context
 from cllm.engine.llama.draft_model import check_vocabulary
 from cllm.testing.reproducibility import difference
 from tests.conftest import QUIET
@@ -51,9 +61,10 @@ async def test_no_sampler_constraint_or_stop_sees_that_tokens_were_guessed(name:
 
 
 @pytest.mark.same_process("the cost of rows is replaced")
-async def test_what_a_schema_forces_takes_fewer_ticks() -> None:
+@pytest.mark.parametrize("guessing", ["auto", "ngram"])
+async def test_what_a_schema_forces_takes_fewer_ticks(guessing: str) -> None:
     ticks, completions = [], []
-    for speculation in (None, "ngram"):
+    for speculation in (None, guessing):
         async with Engine(speculation=speculation, **EXACT) as engine:
             completions.append(
                 await engine.generate("x", json_schema=SCHEMA, seed=3, max_tokens=100, logprobs=0)
@@ -62,6 +73,38 @@ async def test_what_a_schema_forces_takes_fewer_ticks() -> None:
     assert_same(completions[1:], completions[:1])
     assert json.loads(completions[0].text).keys() == SCHEMA["properties"].keys()
     assert ticks[0] >= 1.5 * ticks[1]
+
+
+def test_an_engine_guesses_by_default_where_that_is_free() -> None:
+    (default,) = [field.default for field in fields(EngineConfig) if field.name == "speculation"]
+    assert default == "auto"
+
+
+@pytest.mark.same_process("the cost of rows is replaced")
+async def test_automatic_guesses_copy_text_in_fewer_ticks_with_the_same_tokens() -> None:
+    prompt, ticks, completions = [7, 9, 11, 13] * 12, [], []
+    for speculation in (None, "auto"):
+        async with Engine(speculation=speculation, **EXACT) as engine:
+            completions.append(
+                await engine.generate(
+                    prompt, max_tokens=60, logprobs=0, temperature=0, ignore_eos=True
+                )
+            )
+            ticks.append(engine.statistics().n_ticks)
+    assert_same(completions[1:], completions[:1])
+    assert completions[1].usage.n_accepted > 0
+    assert ticks[1] < ticks[0]
+
+
+def test_automatic_guesses_take_no_output_rows_and_no_states() -> None:
+    with Model(EngineConfig().model_path) as model:
+        n_outputs = []
+        for speculation in (None, "auto"):
+            config = EngineConfig(speculation=speculation, n_ctx=256, n_seq_max=4)
+            assert config.n_draft_states(1000) == 0
+            with make_context(model, config) as context:
+                n_outputs.append(context.n_outputs_max)
+    assert n_outputs[0] == n_outputs[1]
 
 
 @pytest.fixture
@@ -126,7 +169,7 @@ async def test_a_draft_model_that_cannot_forget_is_refused() -> None:
 
 async def test_a_model_that_cannot_forget_has_no_drafts_and_answers() -> None:
     path = make_model.ensure("tiny-recurrent", "F16")
-    for speculation in ("ngram", path):
+    for speculation in ("auto", "ngram", path):
         async with Engine(path, speculation=speculation, n_ctx=256, n_seq_max=1, **QUIET) as engine:
             completion = await engine.generate([5, 6, 7] * 5, temperature=0, max_tokens=20)
         assert completion.usage.n_drafted == 0

@@ -66,7 +66,16 @@ class Drafter(Protocol):
 
 
 class Speculation(Protocol):
-    """Source of drafts for `EngineCore`.  Inference thread only."""
+    """Source of drafts for `EngineCore`.  Inference thread only.
+
+    Attributes
+    ----------
+    takes_time : bool
+        True if a model computes the drafts.
+    """
+
+    @property
+    def takes_time(self) -> bool: ...
 
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
@@ -122,6 +131,11 @@ class BudgetedSpeculation:
         self._forced_share = FORCED_AT_FIRST
         self._forced: set[Sequence] = set()
         self._n_drafts: dict[Sequence, int] = {}  # without those that only fill the batch
+
+    @property
+    def takes_time(self) -> bool:
+        """See `Speculation`."""
+        return self._drafter.step_s > 0.0
 
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None

@@ -13,7 +13,7 @@ from typing import Any, cast
 from cllm.bindings import Context, EmbeddingContext, Model, Vocabulary
 from cllm.bindings.model import check_model_file
 from cllm.engine.chat.rank_prompt import QWEN3_TEMPLATE, RANK_TEMPLATE
-from cllm.engine.config import NGRAM, EngineConfig
+from cllm.engine.config import AUTO, NGRAM, EngineConfig
 from cllm.engine.constraint import CompiledConstraint, NamedConstraint
 from cllm.engine.constraints.compiler import ConstraintCompiler
 from cllm.engine.constraints.llguidance import Guidance
@@ -351,7 +351,7 @@ class LlamaBackend:
     def _drafter(self, model: Model, kv_cache: KVCache, owned: ExitStack) -> Drafter | None:
         """Return the source of drafts, if any; no draft model if memory cannot remove wrong drafts."""
         config, path = self._config, self._config.draft_model
-        if config.speculation == NGRAM:
+        if config.speculation in (AUTO, NGRAM):
             return NgramDrafter()
         if path is None:
             return None
