@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ class Proc:
         self.own_s = 0.0
         self.n_processors = 2
         monkeypatch.setattr(processor_load, "PROC", root)
-        self.on_sleep = lambda: None
+        self.on_sleep: Callable[[], None] = lambda: None
         clocks = {
             "monotonic": lambda: self.now,
             "process_time": lambda: self.own_s,
