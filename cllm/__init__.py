@@ -122,7 +122,7 @@ __all__ = (
     "Usage",
 )
 
-_SUBMODULES = ("bindings", "engine", "errors")
+_SUBMODULES = ("bindings", "engine", "errors", "sync")
 _MODULE_OF = {
     "ChatPromptOptions": "cllm.engine.loop.request_call",
     "Classification": "cllm.engine.embedding",

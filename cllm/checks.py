@@ -9,7 +9,7 @@ raises an error that names field, value and limit: `error(field, value, limit)`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import TypeVar
 
@@ -26,6 +26,13 @@ MAX_CHAT_BYTES = 4 << 20  # limit of all messages of a chat, as large as a templ
 MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
 MAX_THREADS = 512
 MAX_TENANT = 256  # characters of a name
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` is probably a misspelling of; None if none is similar."""
+    import difflib  # only after a mistake
+
+    return next(iter(difflib.get_close_matches(name, known, 1)), None)
 
 
 def check_int(

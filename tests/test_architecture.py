@@ -83,6 +83,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.sampling_limits",
         ),
     ),
+    ("cllm.server.bodies.schemas", ("cllm", "cllm.checks", "cllm.server")),
     ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.media_parts")),
     (
         "cllm.server.routes.messages",
@@ -132,7 +133,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
     ("cllm.cli.bench_report", ("cllm", "cllm.cli", "cllm.processors")),
     ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor", "cllm.removed")),
-    ("cllm.cli.option_sources", ("cllm", "cllm.cli", "cllm.removed")),
+    ("cllm.cli.option_sources", ("cllm", "cllm.checks", "cllm.cli", "cllm.removed")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.info", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.tokenize", ("cllm", "cllm.cli", "cllm.doctor")),

@@ -99,7 +99,7 @@ def test_commands_on_pages_have_the_options_that_they_use() -> None:
         assert used <= {*options, "--help"}, (page, line, used - options)
 
 
-PAGES_WITH_TESTS = ("testing.md", "testing-reference.md", "vision.md")
+PAGES_WITH_TESTS = ("testing.md", "testing-reference.md", "vision.md", "frameworks.md")
 
 
 def programs_with_tests() -> list[str]:
@@ -121,4 +121,4 @@ def test_the_tests_of_the_page_about_testing_pass(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     # The test client of starlette may warn of the version of httpx.
-    assert re.search(r"^20 passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^22 passed(, \d+ warnings?)? in ", done.stdout, re.MULTILINE), done.stdout

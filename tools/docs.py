@@ -16,6 +16,7 @@ import cllm
 import cllm.bindings
 import cllm.client
 import cllm.errors
+import cllm.sync
 import cllm.testing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +35,7 @@ def reference() -> dict[str, str]:
     pages = {
         "engine": ("Engine", "cllm", engine),
         "values": ("Values", "cllm", values),
+        "sync": ("Without an event loop", "cllm.sync", ("Engine", "TokenStream")),
         "errors": ("Errors", "cllm.errors", errors),
         "client": ("Client", "cllm.client", cllm.client.__all__),
         "server": ("Server", "cllm.server", ("create_app", "ServerConfig")),

@@ -7,7 +7,6 @@ value that another source overrides is not checked.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cllm.checks import closest
 from cllm.removed import replacement
 
 PREFIX = "CLLM_"
@@ -74,8 +74,8 @@ def _of_file(context: typer.Context, path: Path) -> Values:
     for key, value in _read(path).items():
         parameter = known.get(key.replace("-", "_"))
         if parameter is None:
-            near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = closest(key.replace("-", "_"), known)
+            hint = "" if near is None else f"; did you mean {near}?"
             if instead := replacement(key):
                 hint = f"; instead: {instead}"
             raise typer.BadParameter(f"{key} is not an option{hint}", param_hint=str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import operator
@@ -12,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
-from cllm.checks import MAX_THREADS, ErrorType, check_float, check_int, check_tenant
+from cllm.checks import MAX_THREADS, ErrorType, check_float, check_int, check_tenant, closest
 from cllm.engine.device_settings import (
     N_DEVICES_MAX,
     device_names,
@@ -768,8 +767,8 @@ def check_known(options: EngineOptions) -> None:
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = closest(unknown[0], known)
+        hint = "" if near is None else f"did you mean {near!r}? "
         if instead := replacement(unknown[0]):
             hint = f"instead: {instead}. "
         raise TypeError(

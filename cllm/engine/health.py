@@ -99,4 +99,6 @@ def check_serving(
     if status is EngineStatus.STARTING:
         raise ClosedError("the engine is loading its model: wait until `async with` has entered it")
     if status not in (EngineStatus.READY, EngineStatus.DRAINING):
-        raise ClosedError("the engine is closed, or was not entered with `async with`")
+        raise ClosedError(
+            "the engine is closed, or was not entered: use `async with`, or await `start`"
+        )

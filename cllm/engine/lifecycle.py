@@ -88,6 +88,20 @@ class Lifecycle:
 
     # --- Lifecycle ---------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def start(self) -> Self:
+        """Load the model and return this engine, as entering it with `async with` does.
+
+        For notebooks, and for programs that start and end in different functions: call `aclose` at the end.
+
+        Raises
+        ------
+        ClosedError
+            The engine was started before.
+        ModelLoadError, DownloadError
+            The model cannot be loaded or downloaded.
+        """
         if self._status is not None:
             self._check_process()
             raise ClosedError("an engine can be entered once")
@@ -158,7 +172,9 @@ class Lifecycle:
     @property
     def _parts(self) -> Parts:
         if self._entered is None:
-            raise ClosedError("the engine has not been entered")
+            raise ClosedError(
+                "the engine has not been entered: use it with `async with`, or await `start`"
+            )
         return self._entered
 
     def _make_backend(self, config: EngineConfig) -> Backend:
@@ -302,7 +318,9 @@ class Lifecycle:
         """The loaded model."""
         model = self._parts.dispatcher.model
         if model is None:
-            raise ClosedError("the engine has not been entered")
+            raise ClosedError(
+                "the engine has not been entered: use it with `async with`, or await `start`"
+            )
         return model
 
     @property
@@ -372,7 +390,9 @@ class Lifecycle:
             return self._check_host(self._entered.thread, draining=draining)
         self._check_process()
         check_serving(self._status, None, draining=draining)
-        raise ClosedError("the engine has not been entered")
+        raise ClosedError(
+            "the engine has not been entered: use it with `async with`, or await `start`"
+        )
 
     def _check_host(self, host: EngineHost, *, draining: bool = False) -> EngineVocabulary:
         """Return the vocabulary of a host as `_check_serving` does; a request stays with its host."""

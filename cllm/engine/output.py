@@ -12,6 +12,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+N_SHOWN = 200  # characters of a text that a `repr` has
+
 
 class FinishReason(StrEnum):
     """Reason for the end of a request.
@@ -236,6 +238,17 @@ class Completion:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     fingerprint: str = ""
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= N_SHOWN else self.text[:N_SHOWN] + "…"
+        calls = "".join(f", {call.name}({call.arguments})" for call in self.tool_calls)
+        n_tokens = f"{self.usage.n_prompt} + {self.usage.n_output} tokens"
+        return f"Completion({text!r}{calls}, {self.finish_reason.value!r}, {n_tokens})"
+
+    def _repr_markdown_(self) -> str:
+        """Return the text, and the calls as code, as Jupyter shows them."""
+        calls = [f"`{call.name}({call.arguments})`" for call in self.tool_calls]
+        return "\n\n".join(part for part in (self.text, *calls) if part)
 
     def as_message(self) -> dict[str, Any]:
         """Return the assistant's message in OpenAI's form, for the next turn of a chat."""

@@ -266,3 +266,7 @@ class ModelInfo:
     audio_sample_rate: int = 0
     devices: tuple[str, ...] = ()
     tuned: Mapping[str, bool | int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        size = f"{self.n_params:,} parameters, {self.size_bytes >> 20} MiB, n_ctx={self.n_ctx}"
+        return f"ModelInfo({self.name or self.path!r}, {self.architecture}, {size})"

@@ -73,6 +73,9 @@ def create_models_app(
         return _told(_named(pool, name), started_at)
 
     @app.get("/v1/health")
+    @app.get("/healthz")
+    @app.get("/readyz")
+    @app.get("/livez")
     @app.get("/health")
     async def health() -> JSONResponse:
         models = {model.name: model.status for model in pool.models.values()}

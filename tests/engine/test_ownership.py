@@ -143,6 +143,20 @@ async def test_an_engine_that_was_closed_before_it_was_entered_is_closed(
 
 
 @pytest.mark.anyio
+async def test_an_engine_is_started_and_closed_without_a_block(anyio_backend: str) -> None:
+    engine = FakeEngine()
+    with pytest.raises(ClosedError, match="await `start`"):
+        await engine.generate("a")
+    assert await engine.start() is engine
+    assert (await engine.generate("hello")).text == "hello"
+    with pytest.raises(ClosedError, match="can be entered once"):
+        await engine.start()
+    async with anyio.create_task_group() as tasks:  # another task may close it
+        tasks.start_soon(engine.aclose)
+    assert engine.health().status is EngineStatus.CLOSED
+
+
+@pytest.mark.anyio
 async def test_a_dropped_engine_warns_and_its_threads_end(anyio_backend: str) -> None:
     engine = await FakeEngine().__aenter__()
     assert (await engine.generate("hello")).text == "hello"

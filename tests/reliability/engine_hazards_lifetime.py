@@ -100,7 +100,7 @@ for name in CALLS:
         f"{name} of a closed engine", use_closed, "is closed", error=ClosedError, call=name
     )
     TOPIC.refuse(
-        f"{name} before the engine is entered", use_new, "was not entered with `async with`",
+        f"{name} before the engine is entered", use_new, "was not entered: use `async with`",
         error=ClosedError, call=name, in_full_only=name not in ("generate", "drain"),
     )  # fmt: skip
     if name not in ASKED_LATE:

@@ -177,6 +177,16 @@ def test_an_unknown_field_is_named(client: httpx.Client, name: str) -> None:
     assert refusal_of(ask(client, **{name: 1}))["param"] == name
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("max_tokns", "max_tokens"), ("temprature", "temperature"), ("zzz", None)]
+)
+def test_an_unknown_field_that_is_similar_to_a_known_one_gets_a_hint(
+    client: httpx.Client, name: str, meant: str | None
+) -> None:
+    message = refusal_of(ask(client, **{name: 1}))["message"]
+    assert message.endswith("is not known" if meant is None else f": did you mean {meant}?")
+
+
 @pytest.mark.parametrize("name", ["cache_prompt", "user", "id_slot"])
 def test_what_changes_nothing_is_left_aside(client: httpx.Client, name: str) -> None:
     assert ask(client, **{name: 1}).json()["text"] == "2"

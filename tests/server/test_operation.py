@@ -14,8 +14,12 @@ import httpx
 import pytest
 
 import cllm
-from cllm import SamplingOptions
+from cllm import EngineConfig, EngineStatus, Health, SamplingOptions
+from cllm.server.app import create_app
 from cllm.server.bodies.schemas import CHAT_OPTIONS
+from cllm.server.config import ServerConfig
+from cllm.testing import FakeEngine
+from tests.conftest import QUIET
 from tests.server.conftest import Server, ask, refusal_of, samples_of, streaming, wait_until
 
 
@@ -101,11 +105,54 @@ def test_health_is_ok_while_the_heart_beats(client: httpx.Client) -> None:
     assert response.json()["heartbeat_age_s"] >= 0
 
 
+@pytest.mark.parametrize("path", ["/readyz", "/healthz", "/livez"])
+def test_the_probes_of_kubernetes_are_200_while_the_engine_is_ready(
+    client: httpx.Client, path: str
+) -> None:
+    response = client.get(path)
+    assert response.status_code == 200
+    assert response.json()["model"] == "cllm-tiny"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("status", "is_alive"),
+    [
+        (EngineStatus.READY, True),
+        (EngineStatus.RESTARTING, True),
+        (EngineStatus.DRAINING, True),
+        (EngineStatus.STALLED, False),
+        (EngineStatus.FAILED, False),
+        (EngineStatus.CLOSED, False),
+    ],
+)
+async def test_a_server_is_dead_only_if_a_restart_helps(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch, status: EngineStatus, is_alive: bool
+) -> None:
+    async with FakeEngine() as engine:
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            monkeypatch.setattr(engine, "health", lambda: Health(status, 0.0))
+            assert (await client.get("/livez")).status_code == (200 if is_alive else 503)
+            is_ready = status is EngineStatus.READY
+            for path in ("/readyz", "/healthz", "/health"):
+                assert (await client.get(path)).status_code == (200 if is_ready else 503)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["/readyz", "/healthz", "/livez"])
+async def test_probes_need_no_key_and_a_loading_server_is_alive(path: str) -> None:
+    app = create_app(EngineConfig(**QUIET), ServerConfig(api_key="right"))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.get(path)).status_code == (200 if path == "/livez" else 503)
+
+
 def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Client) -> None:
     assert client.get("/docs").status_code == 200
     document = client.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        "/generate", "/tokenize", "/detokenize", "/tokenizer_info", "/health", "/metrics", "/live", "/slots",
+        "/generate", "/tokenize", "/detokenize", "/tokenizer_info", "/health", "/livez", "/metrics", "/live", "/slots",
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}",
         "/v1/chat/completions/input_tokens", "/v1/responses", "/v1/responses/input_tokens",
         "/v1/messages", "/v1/messages/count_tokens", "/apply-template", "/props",

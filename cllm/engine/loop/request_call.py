@@ -18,6 +18,7 @@ from cllm.checks import (
     check_float,
     check_int,
     check_tenant,
+    closest,
     encode_text,
 )
 from cllm.engine.audio import Audio
@@ -218,6 +219,7 @@ class ChatOptions(ChatPromptOptions, RequestOptions, total=False):
 
 
 _SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+_OPTIONS = (*ChatOptions.__annotations__, "parse_special")
 _CALL_OPTIONS = RequestOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
 
 
@@ -254,7 +256,9 @@ def params_from(sampling: SamplingOptions) -> SamplingParams:
     """Return sampling parameters from keyword arguments; an unknown name is rejected."""
     for name, value in sampling.items():
         if name not in _SAMPLING_FIELDS:
-            limit = f"one of {', '.join(sorted(_SAMPLING_FIELDS))}"
+            near = closest(name, _OPTIONS)
+            names = ", ".join(sorted(_SAMPLING_FIELDS))
+            limit = f"one of {names}" if near is None else f"called {near!r}"
             raise InvalidRequestError(name, value, limit)
     return SamplingParams(**sampling)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from cllm import SamplingOptions, SamplingParams
+from cllm.checks import closest
 from cllm.server.bodies.dialects import translated
 from cllm.server.bodies.fields import (
     SAMPLING_FIELDS,
@@ -149,7 +150,11 @@ class Body(BaseModel):
             if name in cls.neutral and name in HINTS and data[name] not in cls.neutral[name]:
                 raise invalid(name, f"is not known: use {HINTS[name]}")
             if name not in cls.neutral:
-                hint = f": use {HINTS[name]}" if name in HINTS else ""
+                hint = ""
+                if name in HINTS:
+                    hint = f": use {HINTS[name]}"
+                elif (near := closest(str(name)[:80], cls.model_fields)) is not None:
+                    hint = f": did you mean {near}?"
                 raise invalid(str(name)[:80], f"is not known{hint}")
             if data[name] not in cls.neutral[name]:
                 raise invalid(name, "is not supported yet")

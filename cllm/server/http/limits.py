@@ -25,7 +25,7 @@ PAGE_URL = "/page"
 # Documentation is no secret, and a browser cannot send a key with its first request.
 FILES = frozenset(("/", "/docs", "/openapi.json"))
 FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
-OPEN_PATHS = frozenset(("/health", "/v1/health"))
+OPEN_PATHS = frozenset(("/health", "/v1/health", "/healthz", "/readyz", "/livez"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER, HEADER_OF_ANTHROPIC = "x-request-id", "request-id"
 LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")

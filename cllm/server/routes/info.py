@@ -18,12 +18,29 @@ from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of
 
 router: APIRouter = APIRouter(tags=["operation"])
+DEAD = (EngineStatus.FAILED, EngineStatus.STALLED, EngineStatus.CLOSED)
 
 
 @router.get("/v1/health", summary="Whether requests are served", include_in_schema=False)
+@router.get("/healthz", summary="Whether requests are served", include_in_schema=False)
+@router.get("/readyz", summary="Whether requests are served", include_in_schema=False)
 @router.get("/health", summary="Whether requests are served")
 async def health(request: Request) -> JSONResponse:
     """Return the status of the engine: 200 while it is ready, otherwise 503 with a reason."""
+    answer = _health(request)
+    if answer["status"] == EngineStatus.READY:
+        return JSONResponse({**answer, "status": "ok"})
+    return JSONResponse(answer, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+@router.get("/livez", summary="Whether the server works, or has to be restarted")
+async def livez(request: Request) -> JSONResponse:
+    """Return the status of the engine: 503 if only a restart helps, otherwise 200, also while it loads or drains."""
+    answer = _health(request)
+    return JSONResponse(answer, 503 if answer["status"] in DEAD else 200)
+
+
+def _health(request: Request) -> dict[str, Any]:
     state = state_of(request)
     answer: dict[str, Any]
     if state.engine is None:
@@ -44,9 +61,7 @@ async def health(request: Request) -> JSONResponse:
             answer["reason"] = now.reason
         if state.is_draining:
             answer = {"status": EngineStatus.DRAINING, "reason": "the server is shutting down"}
-    if answer["status"] == EngineStatus.READY:
-        return JSONResponse({**answer, "status": "ok"})
-    return JSONResponse(answer, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+    return answer
 
 
 @router.get("/props", summary="The model, its chat template and the abilities of the template")

@@ -155,11 +155,23 @@ def test_only_temperature_0_is_greedy() -> None:
     assert not SamplingParams().is_greedy
 
 
-def test_an_unknown_sampling_option_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidRequestError, match="temprature") as caught:
-        request_call.params_from(cast(SamplingOptions, {"temprature": 1.0}))
-    assert (caught.value.field, caught.value.value) == ("temprature", 1.0)
-    assert "temperature" in caught.value.limit
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ("temprature", "called 'temperature'"),
+        ("max_token", "called 'max_tokens'"),
+        ("priorty", "called 'priority'"),
+        ("tool_choise", "called 'tool_choice'"),
+        ("zzz", "one of adaptive_decay, "),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_one_that_was_probably_meant(
+    given: str, limit: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=given) as caught:
+        request_call.params_from(cast(SamplingOptions, {given: 1.0}))
+    assert (caught.value.field, caught.value.value) == (given, 1.0)
+    assert caught.value.limit.startswith(limit)
 
 
 GOOD_CALL: dict[str, Any] = {
