@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -34,6 +34,8 @@ MARKERS = (
     "cllm_fake_engine(answers=None, **options): what the fixture `cllm_fake_engine` is made with",
     "cllm_server(rules): what the fixture `cllm_server` answers",
 )
+# Packages whose frames are left out of the tracebacks of failed tests.
+HIDDEN = {"cllm", "_cllm_pytest"}
 TEST_LOOP_SCOPE = "asyncio_default_test_loop_scope"
 LoopScope = Literal["function", "class", "module", "package", "session"]
 
@@ -44,6 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     if _default_loop_scope(config) is not None:
         config.pluginmanager.register(_asyncio_fixtures(), "cllm-asyncio")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Hide the frames of cllm in the traceback of a failed test; `--full-trace` shows them."""
+    for entry in () if call.excinfo is None else call.excinfo.traceback:
+        names = entry.frame.f_globals
+        if names.get("__name__", "").partition(".")[0] in HIDDEN:
+            names["__tracebackhide__"] = True
 
 
 @pytest.fixture
@@ -76,7 +87,9 @@ def cllm_server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
     from cllm.testing.fake_server import fake_server
 
     mark = request.node.get_closest_marker("cllm_server")
-    with fake_server(mark.args[0] if mark and mark.args else []) as server:
+    with ExitStack() as owned:
+        with _in_one_line("cllm_server"):
+            server = owned.enter_context(fake_server(mark.args[0] if mark and mark.args else []))
         yield server
 
 
@@ -111,6 +124,8 @@ def _made(
 
     What they say is merged; a `config` replaces all the settings that were said before it.
     """
+    from cllm.engine.config import check_known
+
     signature = inspect.signature(kind)
     settings: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -118,24 +133,36 @@ def _made(
         said = signature.bind(*mark.args, **mark.kwargs).arguments
         if (whole := said.pop("config", None)) is not None:
             config, settings = kind(config=whole).config, {}  # says what is wrong with it
-        settings |= said.pop("options", {})
+        check_known(options := said.pop("options", {}))
+        settings |= options
         if "model" in said:
             settings["model"] = said.pop("model")
         others |= said
     return kind(**others, config=replace(config, **settings))
 
 
+@contextmanager
+def _in_one_line(marker: str) -> Iterator[None]:
+    """Make an error of the block, about what a marker says, one line without a traceback."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise pytest.fail.Exception(f"@pytest.mark.{marker}: {error}", pytrace=False) from None
+
+
 def _engine(request: pytest.FixtureRequest) -> Engine:
     import cllm
 
-    return _made(request, "cllm_engine", cllm.Engine, cllm.EngineConfig(**QUIET))
+    with _in_one_line("cllm_engine"):
+        return _made(request, "cllm_engine", cllm.Engine, cllm.EngineConfig(**QUIET))
 
 
 def _fake_engine(request: pytest.FixtureRequest) -> FakeEngine:
     from cllm import EngineConfig
     from cllm.testing import FakeEngine
 
-    return _made(request, "cllm_fake_engine", FakeEngine, EngineConfig())
+    with _in_one_line("cllm_fake_engine"):
+        return _made(request, "cllm_fake_engine", FakeEngine, EngineConfig())
 
 
 def _opened(make: Callable[[pytest.FixtureRequest], Engine]) -> Callable[..., Any]:

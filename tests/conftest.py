@@ -25,6 +25,7 @@ os.environ.setdefault("CLLM_AUDIT", "tick")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import _cllm_pytest
 from cllm import Engine, EngineConfig, log_once
 from cllm.engine.constraints import trial as trial_module
 from cllm.engine.core.commands import AddRequest, Command
@@ -94,6 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     defaults = EngineConfig.__init__.__kwdefaults__
     assert defaults is not None
     defaults["tune"] = defaults["speculation"] = None
+    _cllm_pytest.HIDDEN.clear()  # here, the frames of cllm say what is wrong
     if config.getoption("--over-process"):
         defaults["process"] = True
 

@@ -768,9 +768,9 @@ def check_known(options: EngineOptions) -> None:
     unknown = sorted(set(options) - known)
     if unknown:
         near = closest(unknown[0], known)
-        hint = "" if near is None else f"did you mean {near!r}? "
+        hint = f"the options are {', '.join(sorted(known))}"
         if instead := replacement(unknown[0]):
-            hint = f"instead: {instead}. "
-        raise TypeError(
-            f"unknown engine option {unknown[0]!r}; {hint}The options are {', '.join(sorted(known))}"
-        )
+            hint = f"instead: {instead}"
+        elif near is not None:
+            hint = f"did you mean {near!r}?"
+        raise TypeError(f"unknown engine option {unknown[0]!r}; {hint}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm import InvalidArgumentError
+from cllm.checks import closest
 from cllm.testing.fake_engine import FakeAnswer
 
 MAX_SECONDS = 3600.0
@@ -196,7 +197,8 @@ def _rule(number: int, given: object) -> FakeRule:
         raise InvalidArgumentError(name, given, "a mapping")
     known = {each.name for each in fields(FakeRule) if each.init}
     if unknown := sorted(set(map(str, given)) - known):
-        limit = f"of {', '.join(sorted(known))}"
+        near = closest(unknown[0], known)
+        limit = f"of {', '.join(sorted(known))}" if near is None else f"called {near!r}"
         raise InvalidArgumentError(f"{name}.{unknown[0]}", given[unknown[0]], limit)
     try:
         return FakeRule(**given)

@@ -95,7 +95,8 @@ def test_other_kinds_of_files_say_the_same(suffix: str, tmp_path: Path) -> None:
     [
         ("text", "rules is 'text', must be a list of rules"),
         (["a"], "rules[0] is 'a', must be a mapping"),
-        ([{}, {"txt": "a"}], "rules[1].txt is 'a', must be of "),
+        ([{}, {"txt": "a"}], "rules[1].txt is 'a', must be called 'text'"),
+        ([{}, {"zzz": "a"}], "rules[1].zzz is 'a', must be of "),
         ([{"when": "("}], "rules[0].when is '(', must be a regular expression"),
         ([{"role": "system"}], "rules[0].role is 'system', must be one of user, tool"),
         ([{"times": -1}], "rules[0].times is -1, must be a number from 0 on"),

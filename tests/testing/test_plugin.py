@@ -201,16 +201,49 @@ def test_a_marker_that_cannot_be_followed_is_an_error_that_names_what_is_wrong(
 
     @pytest.mark.cllm_fake_engine("model.gguf")
     async def test_answers(cllm_fake_engine): pass
+
+    @pytest.mark.cllm_engine(n_ctxx=512)
+    async def test_option(cllm_engine): pass
+
+    @pytest.mark.cllm_engine(n_ctx=-5)
+    async def test_limit(cllm_engine): pass
+
+    @pytest.mark.cllm_server([{"txt": "a"}])
+    def test_rules(cllm_server): pass
     """
-    result = run(suite, dedent(source))
-    check(result, errors=3)
+    result = run(suite, dedent(source), "-rN")
+    check(result, errors=6)
     result.stdout.fnmatch_lines(
         [
-            "E  *InvalidArgumentError: config*'small'*an EngineConfig*",
-            "E  *TypeError: multiple values for argument 'model'",
-            "E  *InvalidArgumentError: answers*'model.gguf'*a mapping*",
+            "@pytest.mark.cllm_engine: config is 'small', must be an EngineConfig*",
+            "@pytest.mark.cllm_engine: multiple values for argument 'model'",
+            "@pytest.mark.cllm_fake_engine: answers is 'model.gguf', must be a mapping*",
+            "@pytest.mark.cllm_engine: unknown engine option 'n_ctxx'; did you mean 'n_ctx'?",
+            "@pytest.mark.cllm_engine: n_ctx is -5, must be 0 to *",
+            "@pytest.mark.cllm_server: rules[[]0].txt is 'a', must be called 'text'",
         ]
     )
+    assert not [line for line in result.outlines if line.startswith((">", "E "))]
+
+
+@pytest.mark.full
+def test_a_failed_test_shows_its_own_lines_and_not_those_of_cllm(suite: pytest.Pytester) -> None:
+    source = """
+    import pytest
+
+    @pytest.mark.anyio
+    async def test_theirs(cllm_fake_engine):
+        await cllm_fake_engine.generate("a", max_token=3)
+    """
+    for option, is_shown in (("-q", False), ("--full-trace", True)):
+        result = run(suite, dedent(source), *WITHOUT_ASYNCIO, option, in_own_process=True)
+        assert any("request_call.py" in line for line in result.outlines) == is_shown
+        result.stdout.fnmatch_lines(
+            [
+                ">*max_token=3)",
+                "E  *InvalidRequestError: max_token is 3, must be called 'max_tokens'",
+            ]
+        )
 
 
 @pytest.mark.full
