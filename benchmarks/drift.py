@@ -38,7 +38,9 @@ async def sequential(
 ) -> Run:
     """Run the given number of requests one after another."""
     seconds, n_rows = [], []
-    async with Engine(prefix_cache=prefix_cache, n_threads=1, n_threads_batch=1) as engine:
+    async with Engine(
+        prefix_cache=prefix_cache, n_threads=1, n_threads_batch=1, speculation=None
+    ) as engine:
 
         async def one(number: int) -> None:
             before = engine.statistics()

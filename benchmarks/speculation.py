@@ -229,7 +229,7 @@ async def measure(name: str, widths: SequenceOf[int], given: SequenceOf[str]) ->
         for n_clients in widths:
             options = options_for(n_clients, given)
             async with (
-                Engine(path, **options) as plain,
+                Engine(path, speculation=None, **options) as plain,
                 Engine(path, speculation="ngram", **options) as fast,
             ):
                 for work, ask in WORK.items():
@@ -255,7 +255,7 @@ def servers(program: Path, path: Path, n_clients: int) -> dict[str, ServerPeer]:
     peers = Peers(program.parent, None, {LLAMA_SERVER: ""})
     found = {}
     for name, options in (
-        ("cllm", ()), ("cllm ngram", ("--speculation", "ngram")),
+        ("cllm", ("--speculation", "")), ("cllm auto", ()), ("cllm ngram", ("--speculation", "ngram")),
         ("llama-server", ()),
         *((f"llama-server {t}", ("--spec-type", t)) for t in SPEC_TYPES),
     ):  # fmt: skip

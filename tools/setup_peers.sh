@@ -43,13 +43,16 @@ install() {
 
 llama_cpp_python() {
     echo "compiling its llama.cpp, some minutes"
-    pip install --no-binary llama-cpp-python "$LLAMA_CPP_PYTHON"
+    local packages
+    packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    rm -rf "$packages/llama_cpp/lib" # earlier versions linked it to cllm's library
+    pip install --force-reinstall --no-binary llama-cpp-python "$LLAMA_CPP_PYTHON"
 }
 
 example_server() {
     local sdist=${LLAMA_CPP_PYTHON//-/_}
     sdist=${sdist/==/-}
-    pip install "${SERVER_NEEDS[@]}" scikit-build-core &&
+    pip install "${SERVER_NEEDS[@]}" 'scikit-build-core>=0.10,<1' &&
         pip download --no-deps --no-build-isolation --no-binary llama-cpp-python --dest "$scratch" \
             "$LLAMA_CPP_PYTHON" &&
         tar -xzf "$scratch/$sdist.tar.gz" -C "$scratch" "$sdist/examples/server/server.py" &&

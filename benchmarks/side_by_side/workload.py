@@ -39,7 +39,12 @@ class Setup:
     @property
     def engine_options(self) -> dict[str, Any]:
         """Return the settings as options of `cllm.Engine`."""
-        return {**self.context_options, "n_threads_batch": self.n_threads}
+        # The others guess no tokens either.
+        return {
+            **self.context_options,
+            "n_threads_batch": self.n_threads,
+            "speculation": None,
+        }
 
 
 def model_path(name: str) -> Path:

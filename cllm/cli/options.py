@@ -162,14 +162,16 @@ class EngineFlags(Flags):
         return configs
 
     def _of_model(self, model: str | None, defaults: EngineOptions) -> EngineConfig:
-        given = {name: value for name, value in self.given.items() if name != "hf"} | {
-            "model": model
-        }
+        given = {name: value for name, value in self.given.items() if name != "hf"}
+        given.pop("model", None)
+        if model is not None:
+            given["model"] = model
         for name in ("model", "speculation", "embedding_model"):
             if is_name(value := given.get(name)):
                 given[name] = model_file(str(value))
         # `n_threads` alone sets the threads of batches too.
-        given.setdefault("n_threads_batch", given.get("n_threads"))
+        if "n_threads" in given:
+            given.setdefault("n_threads_batch", given["n_threads"])
         flags = EngineFlags({}, self.defaults)
         flags.given = given
         return cast(EngineConfig, flags.make(**defaults))

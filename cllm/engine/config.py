@@ -254,8 +254,8 @@ class EngineConfig:
         holds for log probabilities, and for any chunks, cached prefixes, preemptions and threads.  CPU only,
         and slower (docs/determinism.md).  Loading a model ends with a test of it, and fails if the test fails.
     speculation : "auto", "ngram", str, Path or None
-        Guess tokens, and compute the guesses with the token they follow: "auto", "ngram", or the file of a smaller
-        model.  The number of guesses adapts to the time that they save; the answers stay the same.
+        Guess tokens, and compute the guesses with the token they follow: "auto" (the default), "ngram", or the file
+        of a smaller model.  The number of guesses adapts to the time that they save; the answers stay the same, to the bit with `deterministic`.
         "ngram" guesses from the tokens of the request itself, and a smaller model must have the same vocabulary.
         Both also guess the tokens that a JSON schema or an expression forces.  "auto" is "ngram" without the
         memory for it: it has only the output rows that no running sequence needs, and no guesses for a model

@@ -31,7 +31,7 @@ class ServerConfig:
     port : int
         Port to listen on; 0 takes a free one.
     api_key : str, optional
-        Key that clients send as a bearer token.  `/health` and `/docs` need none.
+        Key that clients send as a bearer token.  `/health`, the other probes and `/docs` need none.
     model_name : str, optional
         Name of the model for clients; by default that of the file.
     image_hosts : tuple of str

@@ -297,6 +297,7 @@ class _FakeBackend:
             encoder=self._encoder,
             media=self._media,
             loras=self._loras,
+            # Not with "auto": the ticks of a test must not depend on the speed of the machine.
             drafter=NgramDrafter() if self._config.speculation == NGRAM else None,
         )
 

@@ -75,7 +75,7 @@ async def test_what_a_schema_forces_takes_fewer_ticks(guessing: str) -> None:
     assert ticks[0] >= 1.5 * ticks[1]
 
 
-def test_an_engine_guesses_by_default_where_that_is_free() -> None:
+def test_the_default_is_to_guess_where_that_is_free() -> None:
     (default,) = [field.default for field in fields(EngineConfig) if field.name == "speculation"]
     assert default == "auto"
 

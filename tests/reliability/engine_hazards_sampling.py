@@ -251,7 +251,9 @@ TOPIC.refuse(
     row="1.5 the same sampler twice",
 )  # fmt: skip
 TOPIC.refuse("samplers that are a text", ask, "samplers is 'top_k', must be", samplers="top_k")
-TOPIC.refuse("an unknown field", ask, "tempreature is 1, must be one of", tempreature=1)
+TOPIC.refuse(
+    "an unknown field", ask, "tempreature is 1, must be called 'temperature'", tempreature=1
+)
 TOPIC.refuse(
     "parameters and fields at once",
     lambda s: s.engine.generate(QUESTION, SamplingParams(), top_k=1), "cannot be combined",

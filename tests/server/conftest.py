@@ -27,7 +27,8 @@ from cllm.server import create_app
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "cllm", "serve")
-QUIET_OPTIONS = ("--port", "0", "--n-threads", "1")
+# Without guesses: the number of ticks of an answer would depend on the speed of the machine.
+QUIET_OPTIONS = ("--port", "0", "--n-threads", "1", "--speculation", "")
 # Few rows per tick: a long prompt takes many ticks, so a test can act while it is computed.
 SLOW_PREFILL = ("--n-batch", "16")
 LONG = "count:1..199"

@@ -121,7 +121,7 @@ def test_the_probes_of_kubernetes_are_200_while_the_engine_is_ready(
         (EngineStatus.READY, True),
         (EngineStatus.RESTARTING, True),
         (EngineStatus.DRAINING, True),
-        (EngineStatus.STALLED, False),
+        (EngineStatus.STALLED, False),  # it has no process that is replaced
         (EngineStatus.FAILED, False),
         (EngineStatus.CLOSED, False),
     ],

@@ -102,7 +102,9 @@ async def test_a_request_goes_to_the_model_that_it_names_which_is_loaded_for_it(
         assert [await said(client, name) for name in ("b", "a", "b")] == ["b", "a", "b"]
         assert loads.names == ["b", "a"]
         assert await statuses(client) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
-        assert (await client.get("/health")).json()["models"] == await statuses(client)
+        for path in ("/health", "/livez", "/readyz", "/healthz"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["models"]) == (200, await statuses(client))
         # Without a name: the first that is loaded.
         assert await said(client, None) == "a"
         assert (await client.get("/v1/models/b")).json()["max_model_len"] == 2048

@@ -242,8 +242,8 @@ class EngineCore:
     @property
     def decodes_next(self) -> bool:
         """True if the next tick decodes at once, without a recovery or a draft model first."""
-        is_slow = self._speculation is not None and self._speculation.takes_time
-        return self.has_work and self.manager.cells.fault is None and not is_slow
+        drafts_first = self._speculation is not None and self._speculation.has_model
+        return self.has_work and self.manager.cells.fault is None and not drafts_first
 
     @property
     def next_deadline(self) -> float | None:

@@ -70,12 +70,12 @@ class Speculation(Protocol):
 
     Attributes
     ----------
-    takes_time : bool
+    has_model : bool
         True if a model computes the drafts.
     """
 
     @property
-    def takes_time(self) -> bool: ...
+    def has_model(self) -> bool: ...
 
     def extend(
         self, chunks: list[Chunk], n_rows: int, n_outputs: int, target_s: float | None
@@ -133,7 +133,7 @@ class BudgetedSpeculation:
         self._n_drafts: dict[Sequence, int] = {}  # without those that only fill the batch
 
     @property
-    def takes_time(self) -> bool:
+    def has_model(self) -> bool:
         """See `Speculation`."""
         return self._drafter.step_s > 0.0
 

@@ -81,7 +81,7 @@ class ThreadTuner:
     read_load : callable
         Return the load since its last call; None where the system does not report it.
     count_runnable : callable
-        Return how many other threads of the system run, or are ready to, for longer than a moment.
+        Return the number of other threads of the system that run or are ready to run; it takes up to 2 ms.
 
     Attributes
     ----------

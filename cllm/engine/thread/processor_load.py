@@ -81,10 +81,10 @@ class ProcessorReader:
         return None
 
     def count_runnable(self) -> int:
-        """Return how many other threads of the system run, or are ready to: the fewest of some looks in 2 ms.
+        """Return the smallest number of other threads that run or are ready to run, of five looks within 2 ms.
 
-        The event loop, and a client here that has just sent a request, run for less.  0 where the system does
-        not report it.
+        The event loop, and a client on this machine that has just sent a request, run for less.  All threads of
+        the system count, also those of other containers.  0 where the system does not report it.
         """
         fewest = 0
         with suppress(OSError, ValueError, LookupError):

@@ -18,7 +18,7 @@ from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of
 
 router: APIRouter = APIRouter(tags=["operation"])
-DEAD = (EngineStatus.FAILED, EngineStatus.STALLED, EngineStatus.CLOSED)
+DEAD = (EngineStatus.FAILED, EngineStatus.CLOSED)
 
 
 @router.get("/v1/health", summary="Whether requests are served", include_in_schema=False)
@@ -35,9 +35,15 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/livez", summary="Whether the server works, or has to be restarted")
 async def livez(request: Request) -> JSONResponse:
-    """Return the status of the engine: 503 if only a restart helps, otherwise 200, also while it loads or drains."""
-    answer = _health(request)
-    return JSONResponse(answer, 503 if answer["status"] in DEAD else 200)
+    """Return the status of the engine: 503 if only a restart helps, otherwise 200, also while it loads or drains.
+
+    A stalled engine with a process of its own is alive: the process is replaced after `hang_timeout_s`.
+    """
+    answer, engine = _health(request), state_of(request).engine
+    is_stalled = answer["status"] == EngineStatus.STALLED
+    is_mended = engine is not None and engine.config.process and engine.config.hang_timeout_s
+    is_dead = answer["status"] in DEAD or (is_stalled and not is_mended)
+    return JSONResponse(answer, 503 if is_dead else 200)
 
 
 def _health(request: Request) -> dict[str, Any]:
