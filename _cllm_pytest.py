@@ -7,6 +7,7 @@ numpy: nothing of cllm is imported before a test asks for an engine.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -51,10 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     """Hide the frames of cllm in the traceback of a failed test; `--full-trace` shows them."""
-    for entry in () if call.excinfo is None else call.excinfo.traceback:
-        names = entry.frame.f_globals
-        if names.get("__name__", "").partition(".")[0] in HIDDEN:
-            names["__tracebackhide__"] = True
+    error = None if call.excinfo is None else call.excinfo.value
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in HIDDEN:
+                frame.f_globals["__tracebackhide__"] = True
+        error = error.__cause__ or error.__context__
 
 
 @pytest.fixture

@@ -8,22 +8,18 @@ The engine is that of `cllm`, in an event loop in a thread of its own.  Any thre
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
-
-import anyio
-from anyio.from_thread import BlockingPortal
 
 from cllm.engine.config import EngineConfig, EngineOptions
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.engine import Engine as AsyncEngine
 from cllm.engine.health import Health
+from cllm.engine.loop.loop_thread import LoopThread
 from cllm.engine.loop.stream import TokenStream as AsyncStream
 from cllm.engine.output import TokenDelta
 from cllm.engine.request import ModelInfo
@@ -62,9 +58,10 @@ def _streams(
 
 
 class Engine:
-    """`cllm.Engine` for programs without an event loop: the same parameters, methods and errors.
+    """`cllm.Engine` for programs without an event loop.
 
-    Use it with `with`, or call `start` and `close`.  An interrupted call (Ctrl-C) cancels its request.
+    Use it with `with`, or call `start` and `close`.  An interrupted call (Ctrl-C) cancels its request.  A call
+    blocks its thread: in a program with an event loop use `cllm.Engine`.
     """
 
     def __init__(
@@ -75,27 +72,34 @@ class Engine:
         **options: Unpack[EngineOptions],
     ) -> None:
         self._asynchronous = AsyncEngine(model, config=config, **options)
-        self._portal: BlockingPortal | None = None
+        self._lock = threading.Lock()  # of `start` and `close`
+        self._loop: LoopThread | None = None
 
     def start(self) -> Self:
-        """Load the model, and return this engine."""
-        if self._portal is None:
-            self._portal, self._thread = _new_loop()
-            self._end_loop = weakref.finalize(self, _end, self._portal)
-        try:
-            self._wait(self._asynchronous.start)
-        except BaseException:
-            self.close()
-            raise
+        """Load the model, and return this engine; raise `ClosedError` if it was started before."""
+        with self._lock:
+            if self._loop is not None:
+                raise ClosedError("an engine can be started once")
+            loop = LoopThread()
+            try:
+                loop.wait(self._asynchronous.start)
+            except BaseException:
+                loop.end()
+                raise
+            self._loop = loop
+            self._finalizer = weakref.finalize(self, loop.stop)
+            self._finalizer.atexit = False  # a program may end without `close`
         return self
 
     def close(self) -> None:
-        """Cancel all requests, free everything, end the thread.  Closing twice is allowed."""
-        if self._portal is not None:
-            self._wait(self._asynchronous.aclose)
-            self._portal = None
-            self._end_loop()
-            self._thread.join()
+        """Cancel all requests, free the model, end the thread.  Closing twice is allowed."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            if loop is not None and self._finalizer.detach() and loop.is_own:
+                try:
+                    loop.wait(self._asynchronous.aclose)
+                finally:
+                    loop.end()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -103,24 +107,28 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return repr(self._asynchronous)
+
     def _wait(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Call a function in the event loop and return its result; cancel it if the wait is interrupted."""
-        if self._portal is None:
-            raise ClosedError("the engine does not run: use it with `with`, or call `start`")
-        future = self._portal.start_task_soon(function)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
+        """Call a function in the event loop and return its result."""
+        if (loop := self._loop) is None:
+            raise ClosedError(
+                "the engine is closed, or was not started: use `with`, or call `start`"
+            )
+        self._asynchronous._check_process()
+        return loop.wait(function)
 
     generate = _waits(AsyncEngine.generate)
     generate_all = _waits(AsyncEngine.generate_all)
     chat = _waits(AsyncEngine.chat)
     stream = _streams(AsyncEngine.stream)
     stream_chat = _streams(AsyncEngine.stream_chat)
+    resume = _streams(AsyncEngine.resume)
     score = _waits(AsyncEngine.score)
     tokenize = _waits(AsyncEngine.tokenize)
     detokenize = _waits(AsyncEngine.detokenize)
+    render_chat = _waits(AsyncEngine.render_chat)
     embed = _waits(AsyncEngine.embed)
     rerank = _waits(AsyncEngine.rerank)
     classify = _waits(AsyncEngine.classify)
@@ -128,6 +136,7 @@ class Engine:
     unload_lora = _waits(AsyncEngine.unload_lora)
     reload = _waits(AsyncEngine.reload)
     drain = _waits(AsyncEngine.drain)
+    audit = _waits(AsyncEngine.audit)
 
     @property
     def model(self) -> ModelInfo:
@@ -151,6 +160,7 @@ class TokenStream:
         self.request_id: str = stream.request_id
 
     completion = _waits(AsyncStream.completion)
+    suspend = _waits(AsyncStream.suspend)
     cancel = _waits(AsyncStream.cancel)
     close = _waits(AsyncStream.aclose)
 
@@ -172,22 +182,3 @@ class TokenStream:
         if delta is None:
             raise StopIteration
         return delta
-
-
-def _new_loop() -> tuple[BlockingPortal, threading.Thread]:
-    """Return the way into a new event loop, and its thread, which lets the program end."""
-    started: Future[BlockingPortal] = Future()
-
-    async def serve() -> None:
-        async with BlockingPortal() as portal:
-            started.set_result(portal)
-            await portal.sleep_until_stopped()
-
-    thread = threading.Thread(target=anyio.run, args=(serve,), name="cllm-sync", daemon=True)
-    thread.start()
-    return started.result(), thread
-
-
-def _end(portal: BlockingPortal) -> None:
-    with contextlib.suppress(RuntimeError):  # it has ended
-        portal.start_task_soon(portal.stop)

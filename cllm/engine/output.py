@@ -199,6 +199,10 @@ class Timings:
         )
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= N_SHOWN else text[:N_SHOWN] + "…"
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The whole output of a request; the partial output if it ended early.
@@ -240,15 +244,15 @@ class Completion:
     fingerprint: str = ""
 
     def __repr__(self) -> str:
-        text = self.text if len(self.text) <= N_SHOWN else self.text[:N_SHOWN] + "…"
-        calls = "".join(f", {call.name}({call.arguments})" for call in self.tool_calls)
+        text = _cut(self.text)
+        calls = "".join(f", {_cut(f'{call.name}({call.arguments})')}" for call in self.tool_calls)
         n_tokens = f"{self.usage.n_prompt} + {self.usage.n_output} tokens"
         return f"Completion({text!r}{calls}, {self.finish_reason.value!r}, {n_tokens})"
 
-    def _repr_markdown_(self) -> str:
-        """Return the text, and the calls as code, as Jupyter shows them."""
-        calls = [f"`{call.name}({call.arguments})`" for call in self.tool_calls]
-        return "\n\n".join(part for part in (self.text, *calls) if part)
+    def _repr_markdown_(self) -> str | None:
+        """Return the text, and the calls as code, as Jupyter shows them; None, for the `repr`, if there are none."""
+        calls = [f"```\n{call.name}({call.arguments})\n```" for call in self.tool_calls]
+        return "\n\n".join(part for part in (self.text, *calls) if part) or None
 
     def as_message(self) -> dict[str, Any]:
         """Return the assistant's message in OpenAI's form, for the next turn of a chat."""

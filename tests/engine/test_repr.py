@@ -32,11 +32,14 @@ def test_a_long_text_is_cut_in_a_repr_only() -> None:
     long = replace(DONE, text="a" * 10_000)
     assert len(repr(long)) < N_SHOWN + 100
     assert long._repr_markdown_() == long.text
+    calls = replace(DONE, tool_calls=(ToolCall("c", "add", "1" * 10_000),))
+    assert len(repr(calls)) < N_SHOWN + 100
 
 
 def test_a_completion_is_markdown_in_jupyter() -> None:
     assert DONE._repr_markdown_() == DONE.text
-    assert CALL._repr_markdown_() == """`add({"a": 1})`"""
+    assert CALL._repr_markdown_() == """```\nadd({"a": 1})\n```"""
+    assert replace(DONE, text="")._repr_markdown_() is None  # Jupyter shows the repr
 
 
 @pytest.mark.anyio

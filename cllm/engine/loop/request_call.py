@@ -257,8 +257,11 @@ def params_from(sampling: SamplingOptions) -> SamplingParams:
     for name, value in sampling.items():
         if name not in _SAMPLING_FIELDS:
             near = closest(name, _OPTIONS)
-            names = ", ".join(sorted(_SAMPLING_FIELDS))
-            limit = f"one of {names}" if near is None else f"called {near!r}"
+            limit = f"one of {', '.join(sorted(_SAMPLING_FIELDS))}"
+            if name in _OPTIONS:
+                limit = f"left out: it is an option of {'chats' if name in ChatPromptOptions.__annotations__ else 'raw prompts'}"
+            elif near is not None:
+                limit = f"called {near!r}"
             raise InvalidRequestError(name, value, limit)
     return SamplingParams(**sampling)
 

@@ -162,6 +162,8 @@ def test_only_temperature_0_is_greedy() -> None:
         ("max_token", "called 'max_tokens'"),
         ("priorty", "called 'priority'"),
         ("tool_choise", "called 'tool_choice'"),
+        ("tools", "left out: it is an option of chats"),
+        ("parse_special", "left out: it is an option of raw prompts"),
         ("zzz", "one of adaptive_decay, "),
     ],
 )
