@@ -611,6 +611,11 @@ class EngineConfig:
         given = self.speculation
         return None if given is None or given in (AUTO, NGRAM) else Path(given)
 
+    @property
+    def reserves_drafts(self) -> bool:
+        """True if drafts have output rows, and states of recurrent memory, of their own."""
+        return self.speculation not in (None, AUTO)
+
     def read_chat_template(self) -> str | None:
         """Return the text of the configured chat template; None if the model's own template is used.
 
@@ -694,7 +699,7 @@ class EngineConfig:
 
         `state_bytes` is the size of one state; 0 for a model without recurrent memory.
         """
-        if self.speculation in (None, AUTO) or not state_bytes:
+        if not self.reserves_drafts or not state_bytes:
             return 0
         n_most = DRAFT_STATES_BYTES // (state_bytes * self.n_seq_max)
         return max(0, min(N_DRAFT_STATES, n_most, self.n_batch - 2, self.n_ubatch - 2))

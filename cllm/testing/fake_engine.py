@@ -17,7 +17,7 @@ from typing import Any, Unpack
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
 from cllm.engine.chat.media_marks import shown
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
-from cllm.engine.config import AUTO, NGRAM, EngineOptions
+from cllm.engine.config import NGRAM, EngineOptions
 from cllm.engine.constraint import Mask
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.ngram_drafter import NgramDrafter
@@ -216,7 +216,7 @@ def _decoder_of(config: EngineConfig, **options: Any) -> FakeDecoder:
         n_seq_max=n_seq_ids,
         n_batch=config.n_batch,
         kv_unified=kv_unified,
-        n_outputs_max=n_seq_ids + (0 if config.speculation in (None, AUTO) else N_DRAFT_ROWS),
+        n_outputs_max=n_seq_ids + (N_DRAFT_ROWS if config.reserves_drafts else 0),
         **options,
     )
 

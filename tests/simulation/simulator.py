@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from cllm import EngineConfig
 from cllm.bindings._rollback import Rollback
 from cllm.bindings.batch import Run
-from cllm.engine.config import AUTO
 from cllm.engine.core.commands import Finished, MediaEncoded, Progressed
 from cllm.engine.core.engine_core import EngineCore
 from cllm.engine.core.kv_cache import KVCache
@@ -202,7 +201,7 @@ class Simulator:
         )
         n_seq_ids = min(layout.n_seq_ids, n_ctx)
         self._clock = _Clock()
-        is_drafting = draft_share is not None or self.config.speculation not in (None, AUTO)
+        is_drafting = draft_share is not None or self.config.reserves_drafts
         self.decoder = decoder_type(
             n_ctx=n_ctx,
             n_seq_max=n_seq_ids,
@@ -239,7 +238,7 @@ class Simulator:
         self._drafter: Drafter | None = None
         if draft_share is not None:
             self._drafter = OracleDrafter(_next_token_of(answer), draft_share)
-        elif self.config.speculation not in (None, AUTO):
+        elif self.config.reserves_drafts:
             self._drafter = NgramDrafter()
         self._media_cache_bytes = media_cache_bytes
         self.core = self._make_core()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings import Batch, Context, Model
 from cllm.bindings.embedding_batch import EmbeddingBatch
-from cllm.engine.config import AUTO, EngineConfig
+from cllm.engine.config import EngineConfig
 from cllm.engine.core.decoder import MediaRows
 from cllm.engine.core.speculation import N_DRAFT_ROWS
 from cllm.engine.file_content import MappedFiles
@@ -221,7 +221,7 @@ def make_context(model: Model, config: EngineConfig, states: States = NO_STATES)
         can_copy=can_copy(model),
     )
     n_padding = N_PADDING_ROWS * n_seq_ids if config.deterministic else 0
-    n_draft_rows = 0 if config.speculation in (None, AUTO) else N_DRAFT_ROWS
+    n_draft_rows = N_DRAFT_ROWS if config.reserves_drafts else 0
     n_batch = max(config.n_batch, n_seq_ids) + n_padding
     type_k, type_v = config.kv_types
     return Context(
