@@ -61,6 +61,7 @@ METHODS: dict[str, Callable[[Engine], Any]] = {
     "reload": lambda engine: engine.reload(),
     "audit": lambda engine: engine.audit(),
     "__aenter__": lambda engine: engine.__aenter__(),
+    "start": lambda engine: engine.start(),
 }
 
 
