@@ -1,4 +1,4 @@
-"""Small JSON files in the cache directory.  Their content can be computed again if it is lost.
+"""Small JSON files in the cache directory, whose content can be computed again, and files that must last.
 
 A file that cannot be read counts as empty.  If a file cannot be written, the old one is kept.
 """
@@ -22,10 +22,24 @@ def cache_file(name: str) -> Path:
     RuntimeError
         The home directory is unknown.
     """
-    # An empty or relative XDG_CACHE_HOME counts as unset (XDG base directory specification).
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = base if base.is_absolute() else Path.home() / ".cache"
-    return base / "cllm" / name
+    return _base("XDG_CACHE_HOME", ".cache") / "cllm" / name
+
+
+def state_file(name: str) -> Path:
+    """Return the path of a file that must outlast the program, such as a log.  It may not exist yet.
+
+    Raises
+    ------
+    RuntimeError
+        The home directory is unknown.
+    """
+    return _base("XDG_STATE_HOME", ".local/state") / "cllm" / name
+
+
+def _base(variable: str, otherwise: str) -> Path:
+    # An empty or relative path counts as unset (XDG base directory specification).
+    given = Path(os.environ.get(variable, ""))
+    return given if given.is_absolute() else Path.home() / otherwise
 
 
 def read_cached(name: str) -> dict[str, object]:

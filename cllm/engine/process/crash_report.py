@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from cllm.engine.cache_directory import replace_json
+from cllm.engine.cache_directory import replace_json, state_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,7 @@ def crash_file() -> Path:
     RuntimeError
         The home directory is unknown.
     """
-    # An empty or relative XDG_STATE_HOME counts as unset (XDG base directory specification).
-    base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    base = base if base.is_absolute() else Path.home() / ".local" / "state"
-    return base / "cllm" / "last_crash.json"
+    return state_file("last_crash.json")
 
 
 def save_crash(report: CrashReport) -> None:
