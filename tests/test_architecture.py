@@ -151,6 +151,12 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("cllm.cli.pull", ("cllm", "cllm.cli", "cllm.hub")),
     (
+        "cllm.cli.chat_commands",
+        ("cllm", "cllm.checks", "cllm.cli", "cllm.hub", "cllm.settings"),
+    ),
+    ("cllm.cli.chat_files", ("cllm", "cllm.cli", "cllm.engine.cache_directory")),
+    ("cllm.cli.chat_prompt", ("cllm.cli", "cllm.engine.cache_directory")),
+    (
         "cllm.cli.tune",
         (
             "cllm",
@@ -209,6 +215,9 @@ LIBRARIES: list[tuple[str, str]] = [
     ("cllm.engine", ""),
     ("cllm.cli.bench_report", "anyio matplotlib rich typer"),
     ("cllm.cli.demo_pictures", "numpy rich"),
+    ("cllm.cli.chat_output", "anyio markdown_it rich"),
+    ("cllm.cli.chat_prompt", "anyio prompt_toolkit"),
+    ("cllm.cli.chat", "anyio prompt_toolkit rich typer"),
     ("cllm.cli", "anyio rich typer"),
     ("cllm.client", "anyio httpx"),
     ("cllm.hub", "filelock huggingface_hub"),
@@ -422,6 +431,7 @@ def test_the_core_depends_on_anyio_and_numpy_alone() -> None:
 
 # For people, for other programs, and for times of files.
 CLOCK_OF_THE_DAY = {
+    "cllm.cli.chat_files",
     "cllm.engine.chat.chat_template", "cllm.engine.chat.chat_tokenizer",
     "cllm.engine.file_content", "cllm.engine.process.crash_report",
     "cllm.engine.thread.prefix_files", "cllm.integrations.pydantic_ai", "cllm.server.answers.formats",

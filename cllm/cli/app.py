@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from cllm import CllmError, __version__
+from cllm.cli.habits import as_spelt_here, hint_for_command
 from cllm.cli.imports import importing
 from cllm.removed import replacement
 
@@ -69,6 +70,11 @@ def _options(
         typer.echo(context.get_help())
 
 
+def _hint(asked: list[str]) -> str:
+    """Return what to type instead of a command that does not exist."""
+    return "" if not asked or asked[0] in MODULES else hint_for_command(asked[0])
+
+
 def _print_anything() -> None:
     """Set the standard streams to replace characters that their encoding does not have."""
     for stream in (sys.stdout, sys.stderr):
@@ -83,7 +89,7 @@ def run() -> int:
         with importing():
             commands = command_line(*sys.argv[1:2])
         # In standalone mode Typer exits by itself, and cllm's errors look like crashes.
-        code = commands(standalone_mode=False)
+        code = commands(as_spelt_here(sys.argv[1:]), standalone_mode=False)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except typer.Abort:
@@ -95,7 +101,7 @@ def run() -> int:
             print(f"cllm: {error}", file=sys.stderr)
             return EXIT_FAILED
         if hasattr(error, "format_message"):  # click's own: wrong usage
-            hint = replacement(getattr(error, "option_name", ""))
+            hint = replacement(getattr(error, "option_name", "")) or _hint(sys.argv[1:2])
             text = f"{error.format_message()} {hint and f'Instead: {hint}.'}".strip()
             print(f"cllm: {text}", file=sys.stderr)
             return EXIT_USAGE

@@ -6,17 +6,15 @@ standard error.
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
+from rich.console import Console
 
 from cllm import (
     CllmError,
@@ -25,95 +23,63 @@ from cllm import (
     SamplingParams,
 )
 from cllm.cli.chat_commands import ChatCommands
+from cllm.cli.chat_files import last_chat_file
+from cllm.cli.chat_input import ChatInput, ScriptInput, unquoted
+from cllm.cli.chat_output import MarkdownOutput
 from cllm.cli.chat_session import Chat
 from cllm.cli.options import TOY, EngineFlags, SamplingFlags, text_or_file, with_flags
 from cllm.cli.terminal import (
-    BOLD,
     StandardOutput,
+    has_styles,
     is_terminal,
     loaded,
     note,
     run,
-    styled,
 )
 from cllm.cli.tool_file import FunctionTool, load_tools
 
-with suppress(ImportError):  # Python may be built without; then `input` has no editing
-    import readline  # noqa: F401
 
-SEVERAL_LINES = '"""'  # begins a message of several lines, and ends it
+async def talk(chat: Chat, commands: ChatCommands, messages: ChatInput, *, is_kept: bool) -> None:
+    """Answer messages until the input ends, a command ends the chat, or the user leaves.
 
+    SIGINT stops an answer, or else a command, or else ends the chat.
 
-async def talk(chat: Chat) -> None:
-    """Answer messages until the input ends, a command ends the chat, or Ctrl-C is pressed at the prompt."""
-    commands = ChatCommands(chat)
-    if is_terminal(sys.stdin):
-        note(f"{chat.name}, {chat.history.n_ctx:,} tokens of context, /help for help")
-        if chat.is_of_toy:
-            note(TOY)
+    Parameters
+    ----------
+    is_kept : bool
+        True if the chat is written to its file after each message.
+    """
+    taking: anyio.CancelScope | None = None
 
     async def stop_on(interrupts: AsyncIterator[signal.Signals]) -> None:
-        # At the prompt Ctrl-C does not come here, see `_ask`.
         async for _ in interrupts:
-            await chat.stop()
+            if chat.is_answering:
+                await chat.stop()
+            elif taking is not None:
+                taking.cancel()
+            elif not messages.interrupt():
+                tasks.cancel_scope.cancel()
 
     with anyio.open_signal_receiver(signal.SIGINT) as interrupts:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stop_on, interrupts)
-            while not commands.has_ended and (message := _ask_message()) is not None:
-                await _take(chat, commands, message.strip())
+            while not commands.has_ended and (message := await messages.ask()) is not None:
+                with anyio.CancelScope() as taking:
+                    await _take(chat, commands, message.strip())
+                taking = None
+                if is_kept:
+                    chat.keep()
             tasks.cancel_scope.cancel()
 
 
-async def _take(chat: Chat, commands: ChatCommands, line: str) -> None:
-    """Run a command, a line that begins with one slash, or answer the line; `//` stands for a slash."""
-    if line.startswith("/") and not line.startswith("//"):
-        await commands.obey(line)
-    elif line:
+async def _take(chat: Chat, commands: ChatCommands, message: str) -> None:
+    """Run a command, a line that begins with one slash, or answer the message; `//` stands for a slash."""
+    if message.startswith("/") and not message.startswith("//"):
+        await commands.obey(message)
+    elif message:
         attached, chat.attached = "".join(chat.attached), []
         media, chat.media = tuple(chat.media), []
-        await chat.answer(attached + line.removeprefix("/"), media)
-
-
-def _ask_message() -> str | None:
-    """Return the next message: a line, or lines from three quotes to three quotes; None as for `_ask`."""
-    line = _ask()
-    if line is None or not line.lstrip().startswith(SEVERAL_LINES):
-        return line
-    lines = [line.lstrip().removeprefix(SEVERAL_LINES)]
-    while not lines[-1].rstrip().endswith(SEVERAL_LINES):
-        if (line := _ask("… ")) is None:
-            return None
-        lines.append(line)
-    lines[-1] = lines[-1].rstrip().removesuffix(SEVERAL_LINES)
-    return "\n".join(lines)
-
-
-def _ask(prompt: str = "> ") -> str | None:
-    """Return the next line; None at the end of the input or on Ctrl-C.
-
-    Blocks the event loop, which has nothing else to do: an answer has ended before this is called,
-    and `input` with its editing can be interrupted on the main thread only.
-    """
-    if sys.stdin is None:
-        return None
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        if not is_terminal(sys.stdin):
-            return input()
-        if not is_terminal(sys.stdout):
-            print(prompt, end="", file=sys.stderr, flush=True)
-            return input()
-        prompt = styled(prompt, BOLD, sys.stdout)
-        if "readline" in sys.modules:  # it must know which characters have no width
-            prompt = re.sub("(\x1b.*?m)", "\x01\\1\x02", prompt)
-        return input(prompt)
-    except (EOFError, KeyboardInterrupt):
-        if is_terminal(sys.stdin):
-            print(file=sys.stderr)
-        return None
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        await chat.answer(attached + unquoted(message.removeprefix("/")), media)
 
 
 async def _chat(
@@ -122,15 +88,45 @@ async def _chat(
     system: str | None,
     tools: Mapping[str, FunctionTool] | None,
     effort: str | None,
+    continued: Path | None,
+    has_markdown: bool,
 ) -> int:
     is_script = not is_terminal(sys.stdin)
     async with loaded(Engine(config=config)) as engine:
         if engine.model.chat_template is None:
             name = engine.model.name or engine.config.model_path.name
             raise CllmError(f"{name} has no chat template; try cllm generate")
-        chat = Chat(engine, params, system, StandardOutput(), tools, effort)
-        await talk(chat)
-    return 1 if is_script and chat.has_failed else 0
+        out = MarkdownOutput(Console()) if has_markdown else StandardOutput()
+        chat = Chat(engine, params, system, out, tools, effort)
+        commands = ChatCommands(chat)
+        messages = ScriptInput() if is_script else _typed(commands)
+        if not is_script:
+            note(f"{chat.name}, {chat.history.n_ctx:,} tokens of context, /help for help")
+            if chat.is_of_toy:
+                note(TOY)
+        if continued is not None and await commands.load(continued):
+            chat.file = continued
+        await talk(chat, commands, messages, is_kept=not is_script or continued is not None)
+        if not is_script and chat.file is not None:
+            note("The chat is kept: cllm chat --continue goes on with it.")
+    has_failed = chat.has_failed or (isinstance(messages, ScriptInput) and messages.has_failed)
+    return 1 if is_script and has_failed else 0
+
+
+def _typed(commands: ChatCommands) -> ChatInput:
+    # prompt_toolkit takes longer to import than a script needs for its first answer.
+    from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
+
+    from cllm.cli.chat_prompt import CommandCompleter, TerminalInput
+
+    def completer(name: str) -> Completer:
+        words = commands.words(name)
+        if words is None:
+            return PathCompleter(expanduser=True)
+        return WordCompleter(list(words), sentence=True)
+
+    screen = None if is_terminal(sys.stdout) else sys.stderr
+    return TerminalInput(screen, CommandCompleter(commands.names, completer))
 
 
 @with_flags(n_seq_max=1)
@@ -144,11 +140,28 @@ def chat(
     reasoning_effort: Annotated[
         str | None, typer.Option(help="How much the model thinks: from none to max.")
     ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="Go on with the last chat that was kept.")
+    ] = False,
+    markdown: Annotated[
+        bool,
+        typer.Option("--markdown/--no-markdown", help="Show answers as Markdown on a terminal."),
+    ] = True,
 ) -> int:
     """Talk to the model: it streams, remembers, calls tools, and stops on Ctrl-C."""
     functions = None if tools is None else load_tools(tools)
     told = None if system is None else text_or_file(system, "--system")
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-    config = engine.config()
-    return run(_chat, config, sampling.params(), told, functions, reasoning_effort)
+    continued = last_chat_file() if go_on else None
+    if go_on and continued is None:
+        note("No chat is kept yet: this is a new one.")
+    has_markdown = markdown and has_styles(sys.stdout)
+    return run(
+        _chat,
+        engine.config(),
+        sampling.params(),
+        told,
+        functions,
+        reasoning_effort,
+        continued,
+        has_markdown,
+    )

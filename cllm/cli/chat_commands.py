@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import typer
 
 from cllm import Audio, CllmError, Image, InvalidRequestError, RequestError, SamplingParams
+from cllm.checks import closest
+from cllm.cli.chat_files import new_chat_file, read_chat, write_chat
 from cllm.cli.chat_session import Chat
-from cllm.cli.history import turns_of
+from cllm.cli.options import READERS
 from cllm.cli.terminal import complain, note, visible
+from cllm.cli.texts import decoded
+from cllm.hub.cache import cached_models
+from cllm.hub.names import is_name
+from cllm.settings import settings_of
 
 N_SHOWN = 64  # tokens of /tokens
 
@@ -24,11 +38,14 @@ class ChatCommand:
     ----------
     obey : callable
         Runs the command; takes the text after its name.
+    completes : callable or None
+        Returns the words that Tab offers as its argument; `files` stands for paths.
     """
 
     arguments: str
     help: str
     obey: Callable[[str], Awaitable[None]]
+    completes: Callable[[], Iterable[str]] | None = None
 
 
 class ChatCommands:
@@ -47,35 +64,74 @@ class ChatCommands:
         self._commands = {
             "regen": ChatCommand("", "answer the last message once more", self._regen),
             "undo": ChatCommand("", "take back the last message and its answer", self._undo),
-            "reset": ChatCommand("", "forget the whole chat", self._reset),
+            "edit": ChatCommand(
+                "", "change the last message in $EDITOR, and answer it once more", self._edit
+            ),
+            "clear": ChatCommand("", "begin a new chat; so does /reset", self._reset),
             "system": ChatCommand(
                 "TEXT", "set the system message; without TEXT, remove it", self._system
             ),
             "set": ChatCommand(
-                "NAME VALUE", "set a sampling parameter; without NAME, show those set", self._set
+                "NAME VALUE",
+                "set an option of cllm generate; without NAME, show those set",
+                self._set,
+                lambda: sorted(PARAMETERS),
             ),
-            "file": ChatCommand("PATH", "put a text file before the next message", self._file),
+            "model": ChatCommand(
+                "MODEL",
+                "go on with another model; without MODEL, list those here",
+                self._model,
+                models,
+            ),
+            "file": ChatCommand(
+                "PATH", "put a text file before the next message", self._file, files
+            ),
             "image": ChatCommand(
-                "PATH", "put an image before the next message", partial(self._attach, Image)
+                "PATH", "put an image before the next message", partial(self._attach, Image), files
             ),
             "audio": ChatCommand(
-                "PATH", "put a recording before the next message", partial(self._attach, Audio)
+                "PATH",
+                "put a recording before the next message",
+                partial(self._attach, Audio),
+                files,
             ),
-            "save": ChatCommand("PATH", "write the chat to a file, as JSON", self._save),
-            "load": ChatCommand("PATH", "continue a saved chat", self._load),
+            "save": ChatCommand(
+                "PATH", "write the chat as JSON; PATH has a default", self._save, files
+            ),
+            "load": ChatCommand("PATH", "continue a saved chat", self._load, files),
             "tokens": ChatCommand("TEXT", "show the tokens of a text", self._tokens),
             "stats": ChatCommand("", "show the length of the chat, and its speed", self._stats),
-            "help": ChatCommand("", "show this help", self._help),
+            "help": ChatCommand("", "show this help; so does /?", self._help),
             "exit": leave,
         }
-        self._by_name = self._commands | {"quit": leave, "bye": leave}
+        self._by_name = self._commands | {
+            "quit": leave, "bye": leave, "reset": self._commands["clear"], "?": self._commands["help"],
+        }  # fmt: skip
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the commands, without the slash, in the order of the help."""
+        return list(self._commands)
+
+    def words(self, name: str) -> Iterable[str] | None:
+        """Return the words that complete the argument of a command; None for paths of files.
+
+        Empty if there is no such command, or its argument is text.
+        """
+        command = self._by_name.get(name)
+        if command is None or command.completes is None:
+            return ()
+        return None if command.completes is files else command.completes()
 
     async def obey(self, line: str) -> None:
         """Execute a command, a line that begins with a slash."""
         name, _, rest = line[1:].partition(" ")
         command = self._by_name.get(name)
         if command is None:
-            complain(f"there is no command /{name}, see /help")
+            meant = closest(name, self._by_name)
+            complain(
+                f"there is no command /{name}, {f'did you mean /{meant}' if meant else 'see /help'}"
+            )
         elif bool(rest.strip()) and not command.arguments:
             complain(f"/{name} takes nothing after it")
         else:
@@ -84,6 +140,7 @@ class ChatCommands:
     # --- The chat ------------------------------------------------------------------------------
     async def _reset(self, _: str) -> None:
         self._chat.history.reset()
+        self._chat.file = None
         note("A new chat.")
 
     async def _undo(self, _: str) -> None:
@@ -102,13 +159,37 @@ class ChatCommands:
         finally:
             chat.params = given
 
+    async def _edit(self, _: str) -> None:
+        chat = self._chat
+        last = chat.history.turns[-1] if chat.history.turns else None
+        text = await anyio.to_thread.run_sync(_edited, "" if last is None else last.message)
+        if text is None or not text.strip():
+            note("Nothing is changed.")
+            return
+        chat.history.undo()
+        note(text)
+        await chat.answer(text, () if last is None else last.media)
+
+    async def _model(self, name: str) -> None:
+        chat = self._chat
+        if not name:
+            note("\n".join([f"{chat.name}, in use", *models()]))
+            return
+        try:
+            await chat.switch(name if is_name(name) else str(Path(name).expanduser()))
+        except CllmError as error:
+            complain(str(error))
+        else:
+            note(f"{chat.name}, {chat.history.n_ctx:,} tokens of context")
+
     async def _system(self, text: str) -> None:
         self._chat.history.system = text or None
         note("The model is told that first." if text else "The model is told nothing first.")
 
     async def _set(self, given: str) -> None:
         chat = self._chat
-        name, _, text = given.partition(" ")
+        name, _, text = given.removeprefix("parameter ").partition(" ")
+        name, text = name.lstrip("-"), text.strip()
         if not name:
             changed = {
                 f.name: value
@@ -120,19 +201,18 @@ class ChatCommands:
                 or "Nothing is set."
             )
             return
-        if name not in {f.name for f in fields(SamplingParams)}:
-            complain(f"there is no parameter {name}; cllm generate --help has their names")
+        field = PARAMETERS.get(name)
+        if field is None:
+            meant = closest(name, PARAMETERS)
+            hint = f"did you mean {meant}" if meant else "cllm generate --help has their names"
+            complain(f"there is no parameter {name}; {hint}")
             return
         try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        try:
-            chat.params = replace(chat.params, **{name: value})
-        except (InvalidRequestError, TypeError) as error:
+            chat.params = replace(chat.params, **{field: _value_of(field, text)})
+        except (InvalidRequestError, TypeError, typer.BadParameter) as error:
             complain(str(error))
         else:
-            note(f"{name} = {getattr(chat.params, name)!r}")
+            note(f"{field} = {getattr(chat.params, field)!r}")
 
     # --- Files ---------------------------------------------------------------------------------
     async def _file(self, path: str) -> None:
@@ -155,37 +235,40 @@ class ChatCommands:
 
     async def _save(self, path: str) -> None:
         history = self._chat.history
-        chat = {"messages": history.all_messages()}
-        text = json.dumps(chat, ensure_ascii=False, indent=1, default=_path_of) + "\n"
         try:
-            Path(path).expanduser().write_text(text, encoding="utf-8")
-        except OSError as error:
-            complain(f"cannot write {path or 'a file'}: {error.strerror or error}")
+            file = Path(path).expanduser() if path else self._chat.file or new_chat_file()
+            write_chat(file, history)
+        except (OSError, RuntimeError) as error:
+            problem = getattr(error, "strerror", None) or error
+            complain(f"cannot write {path or 'the chat'}: {problem}")
         else:
-            note(f"{len(history.turns)} turns in {path}")
+            note(f"{len(history.turns)} turns in {file}")
 
     async def _load(self, path: str) -> None:
-        text = _read(path)
-        if text is None:
-            return
-        chat = self._chat
+        await self.load(Path(path).expanduser())
+
+    async def load(self, path: Path) -> bool:
+        """Continue the chat in a file; return False after an error message if that cannot be done."""
         try:
-            system, turns = turns_of(json.loads(text)["messages"])
+            system, turns = read_chat(path)
+        except OSError as error:
+            complain(f"cannot read {path}: {error.strerror or error}")
+            return False
         except (ValueError, KeyError, TypeError, CllmError) as error:
             complain(f"{path} is no chat: {error}")
-            return
-        history = chat.history
+            return False
+        chat, history = self._chat, self._chat.history
         before = history.system, history.turns
         history.system, history.turns = system, turns
         try:
-            if turns:
-                n_tokens = await chat.count_prompt(history.all_messages())
-                turns[-1] = replace(turns[-1], n_tokens=n_tokens)
+            await chat.recount()
         except RequestError as error:  # such as an image whose file is gone
             history.system, history.turns = before
             complain(f"cannot continue {path}: {error}")
-            return
+            return False
+        chat.file = None
         note(f"{len(turns)} turns, {history.n_tokens:,} tokens")
+        return True
 
     # --- The rest ------------------------------------------------------------------------------
     async def _tokens(self, text: str) -> None:
@@ -201,7 +284,10 @@ class ChatCommands:
         commands |= {
             "//text": 'say "/text"',
             '"""': "begins a message of several lines, and ends it",
-            "Ctrl-C": "stop the answer; at the prompt, leave",
+            "Ctrl-C": "stop the answer; at the prompt, clear the line, and twice, leave",
+            "Ctrl-R": "search the messages of all sessions",
+            "Tab": "complete a command, a file or a model",
+            "Ctrl-X Ctrl-E": "write the message in $EDITOR",
         }
         width = max(map(len, commands))
         note("\n".join(f"{name:{width}} {text}" for name, text in commands.items()))
@@ -210,17 +296,62 @@ class ChatCommands:
         self.has_ended = True
 
 
-def _path_of(media: Image | Audio) -> str:
-    return str(media.source)
+def _parameters() -> dict[str, str]:
+    """Return the fields of `SamplingParams` by their names, and by those of their options."""
+    found = {}
+    for field in fields(SamplingParams):
+        found[field.name] = found[field.name.replace("_", "-")] = field.name
+        for flag in settings_of(SamplingParams)[field.name].flags.split():
+            found[flag.lstrip("-")] = field.name
+    found.pop("", None)
+    return found
+
+
+PARAMETERS = _parameters()
+
+
+def _value_of(field: str, text: str) -> Any:
+    """Return a value as the option of the field reads it, or as JSON."""
+    if field in READERS:
+        return READERS[field](text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def files() -> Iterable[str]:
+    """Stand for the paths of files, which the prompt completes."""
+    return ()
+
+
+def models() -> list[str]:
+    """Return the names of the models that are downloaded."""
+    return [str(model.name) for model in cached_models()]
+
+
+def _edited(text: str) -> str | None:
+    """Return the text as the user's editor leaves it; None after an error, or if it is the same."""
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with tempfile.TemporaryDirectory(prefix="cllm-") as directory:
+        file = Path(directory) / "message.md"
+        file.write_text(text, encoding="utf-8")
+        try:
+            subprocess.run([*shlex.split(editor), str(file)], check=True)
+            found = decoded(file.read_bytes(), "its line {}".format).rstrip("\n")
+        except (OSError, ValueError, subprocess.CalledProcessError, CllmError) as error:
+            complain(f"{editor}: {error}")
+            return None
+    return None if found == text else found
 
 
 def _read(path: str) -> str | None:
     """Return the content of a text file; None after an error message if it cannot be read."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return decoded(Path(path).expanduser().read_bytes(), "its line {}".format)
     except OSError as error:
         problem = error.strerror or str(error)
-    except UnicodeDecodeError:
-        problem = "it is not UTF-8"
+    except InvalidRequestError as error:
+        problem = str(error)
     complain(f"cannot read {path or 'a file'}: {problem}")
     return None

@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
 
 from cllm import (
     Audio,
     ChatPromptOptions,
+    CllmError,
     Completion,
     Engine,
     FinishReason,
@@ -16,10 +21,21 @@ from cllm import (
     PromptTooLongError,
     RequestError,
     SamplingParams,
+    TokenDelta,
     TokenStream,
 )
+from cllm.cli.chat_files import new_chat_file, write_chat
+from cllm.cli.chat_output import MarkdownOutput, first_delta
 from cllm.cli.history import History, Media, Message, Messages, Turn
-from cllm.cli.terminal import DIM, StandardOutput, complain, is_terminal, note, styled
+from cllm.cli.terminal import (
+    DIM,
+    StandardOutput,
+    complain,
+    has_styles,
+    is_terminal,
+    note,
+    styled,
+)
 from cllm.cli.tool_file import FunctionTool, run_tool
 
 # Answers with tool calls in one turn after which the turn ends.
@@ -40,6 +56,8 @@ class Chat:
         Images and recordings that are put before the next message.
     has_failed : bool
         True if a message could not be answered.
+    file : Path or None
+        File in which `keep` keeps the chat; None: a new one.
     """
 
     def __init__(
@@ -47,7 +65,7 @@ class Chat:
         engine: Engine,
         params: SamplingParams,
         system: str | None,
-        out: StandardOutput,
+        out: StandardOutput | MarkdownOutput,
         tools: Mapping[str, FunctionTool] | None = None,
         effort: str | None = None,
     ) -> None:
@@ -55,17 +73,17 @@ class Chat:
         self._options: ChatPromptOptions = {"reasoning_effort": effort}
         if self._tools:
             self._options["tools"] = [tool.definition for tool in self._tools.values()]
-        # Outputs beyond the context that a model was trained for are of no use.
-        n_ctx = min(engine.model.n_ctx, engine.model.n_ctx_train)
         self._engine = engine
         self.params = params
-        self.history: History = History(system, n_ctx=n_ctx, n_answer_max=params.max_tokens)
+        self.history: History = History(system, n_ctx=self._n_ctx(), n_answer_max=params.max_tokens)
+        self.file: Path | None = None
+        self._is_kept = True
         self.attached: list[str] = []
         self.media: list[Image | Audio] = []
         self._out = out
         self._last: Completion | None = None
         self._stream: TokenStream | None = None
-        self._is_stopped = False
+        self._is_stopped = self._is_answering = False
         self.has_failed: bool = False
 
     @property
@@ -83,6 +101,55 @@ class Chat:
         """Kinds of content that the model takes: "text", "image", "audio"."""
         return self._engine.model.modalities
 
+    def _n_ctx(self) -> int:
+        # Outputs beyond the context that a model was trained for are of no use.
+        return min(self._engine.model.n_ctx, self._engine.model.n_ctx_train)
+
+    @property
+    def is_answering(self) -> bool:
+        """True while an answer is computed, which `stop` stops."""
+        return self._is_answering
+
+    async def switch(self, model: str) -> None:
+        """Go on with another model: a file, or a name (`hf:…`).
+
+        Raises
+        ------
+        CllmError
+            The model cannot be used for a chat; the present one stays.
+        """
+        engine, present = self._engine, self._engine.config.model_path
+        await engine.reload(model)
+        if engine.model.chat_template is None:
+            await engine.reload(present)
+            raise CllmError(f"{model} has no chat template")
+        self.history.n_ctx = self._n_ctx()
+        await self.recount()
+
+    async def recount(self) -> None:
+        """Count the tokens of a chat that came from elsewhere.
+
+        Raises
+        ------
+        RequestError
+            The chat cannot be continued: the file of an image is gone, for example.
+        """
+        if turns := self.history.turns:
+            n_tokens = await self.count_prompt(self.history.all_messages())
+            turns[-1] = replace(turns[-1], n_tokens=n_tokens)
+
+    def keep(self) -> None:
+        """Write the chat to its file, if it has turns; after an error of the disk, no more."""
+        if not (self._is_kept and self.history.turns):
+            return
+        try:
+            if self.file is None:
+                self.file = new_chat_file()
+            write_chat(self.file, self.history)
+        except (OSError, RuntimeError) as error:
+            self._is_kept = False
+            complain(f"the chat is not kept: {error}")
+
     async def stop(self) -> None:
         """Stop the present answer."""
         self._is_stopped = True
@@ -92,7 +159,7 @@ class Chat:
     # --- Answers -----------------------------------------------------------------------------
     async def answer(self, message: str, media: Media = ()) -> None:
         """Print the answer to a message, with the turns that fit the context; print an error of the request."""
-        self._is_stopped = False
+        self._is_stopped, self._is_answering = False, True
         try:
             turns = await self.history.fitting(
                 message, media, count=self.count, count_prompt=self.count_prompt
@@ -102,6 +169,8 @@ class Chat:
         except RequestError as error:
             self.has_failed = True
             complain(str(error))
+        finally:
+            self._is_answering = False
 
     async def _answer_after(self, turns: list[Turn], message: str, media: Media) -> bool:
         """Print and remember an answer; return False if the prompt is too long and a turn can be dropped."""
@@ -136,7 +205,7 @@ class Chat:
         """Write an answer as it comes, and its thoughts to standard error if that is a terminal."""
         text, shows_thoughts = "", is_terminal(sys.stderr)
         try:
-            async for delta in stream:
+            async for delta in self._with_progress(stream):
                 text += delta.text
                 if delta.reasoning and shows_thoughts:
                     print(
@@ -151,6 +220,16 @@ class Chat:
         finally:
             if text and not text.endswith("\n"):
                 await self._out.write("\n")
+            await self._out.finish()
+
+    async def _with_progress(self, stream: TokenStream) -> AsyncIterator[TokenDelta]:
+        """Yield the deltas; until the first one, a terminal with styles shows how far the prompt is."""
+        if has_styles(sys.stderr):
+            first = await first_delta(stream, self._engine, Console(file=sys.stderr))
+            if first is not None:
+                yield first
+        async for delta in stream:
+            yield delta
 
     def _remember(self, turn: Turn, completion: Completion) -> None:
         """Keep the answer, unless it was stopped before its text; print its statistics on a terminal."""

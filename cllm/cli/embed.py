@@ -124,7 +124,7 @@ async def _parts(given: Iterable[str]) -> AsyncIterator[list[str]]:
             part.append(argument)
             continue
         async for line in input_lines():
-            part.append(line)
+            part.append(line.checked())
             if len(part) >= N_AT_ONCE:
                 yield part
                 part = []

@@ -8,9 +8,11 @@ input only as there is room.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -36,12 +38,15 @@ from cllm.cli.history import parts_of
 from cllm.cli.options import EngineFlags, SamplingFlags, with_flags
 from cllm.cli.terminal import (
     BOLD,
+    InputLine,
     StandardOutput,
     complain,
     input_lines,
     is_terminal,
     loaded,
+    note,
     progress_bar,
+    read_input,
     run,
 )
 
@@ -49,6 +54,7 @@ from cllm.cli.terminal import (
 MAX_AHEAD = 1024
 
 STANDARD_INPUT = "-"
+REMARK_AFTER_S = 3.0  # of waiting for standard input
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +79,10 @@ class Submitted:
         Error that ended the request.
     """
 
-    def __init__(self, index: int, prompt: str) -> None:
+    def __init__(self, index: int, line: InputLine) -> None:
         self.index = index
-        self.prompt = prompt
+        self.line = line
+        self.prompt: str = line.text
         self.completion: Completion | None = None
         self.error: RequestError | None = None
         self._texts: list[str] = []
@@ -135,7 +142,7 @@ class PromptRun:
         self._n_submitted = self._n_ended = self._n_tokens = 0
         self._is_all_submitted = False
 
-    async def run(self, prompts: AsyncIterator[str]) -> bool:
+    async def run(self, prompts: AsyncIterator[InputLine]) -> bool:
         """Print the outputs; return True if none failed, and none with a constraint was cut off."""
         is_right = True
         send, receive = anyio.create_memory_object_stream[Submitted](MAX_AHEAD)
@@ -147,12 +154,12 @@ class PromptRun:
 
     async def _submit_all(
         self,
-        prompts: AsyncIterator[str],
+        prompts: AsyncIterator[InputLine],
         send: MemoryObjectSendStream[Submitted],
         tasks: TaskGroup,
     ) -> None:
-        async for prompt in prompts:
-            submitted = Submitted(self._n_submitted, prompt)
+        async for line in prompts:
+            submitted = Submitted(self._n_submitted, line)
             self._n_submitted += 1
             await self._room.acquire()
             tasks.start_soon(self._read, submitted)
@@ -164,7 +171,7 @@ class PromptRun:
     async def _read(self, submitted: Submitted) -> None:
         """Read the output as fast as it is computed, even if it is printed later."""
         try:
-            async with self._stream(submitted.prompt) as stream:
+            async with self._stream(submitted.line.checked()) as stream:
                 async for delta in stream:
                     submitted.push(delta.text)
                 submitted.completion = await stream.completion()
@@ -242,15 +249,39 @@ def _heading(submitted: Submitted) -> str:
     return ("\n" if submitted.index else "") + fitting + "\n"
 
 
-async def _prompts(arguments: Iterable[str]) -> AsyncIterator[str]:
-    """Yield the prompts; a `-` is replaced by the lines of standard input that are not empty."""
+async def _prompts(arguments: Sequence[str]) -> AsyncIterator[InputLine]:
+    """Yield the prompts.
+
+    A `-` is replaced by the lines of standard input that are not empty.  Without a `-`, all of standard input
+    comes before each prompt, if a program or a file provides it.
+    """
+    given = "" if STANDARD_INPUT in arguments else await _given_input()
     for argument in arguments:
         if argument != STANDARD_INPUT:
-            yield argument
+            yield InputLine(0, given + argument)
             continue
         async for line in input_lines():
-            if line:
+            if line.text:
                 yield line
+
+
+async def _given_input() -> str:
+    """Return all of standard input and an empty line; "" without a file or a program that provides it."""
+    if sys.stdin is None:
+        return ""
+    mode = os.fstat(0).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return ""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_remark_on_input)
+        text = await read_input()
+        tasks.cancel_scope.cancel()
+    return text and f"{text.rstrip()}\n\n"
+
+
+async def _remark_on_input() -> None:
+    await anyio.sleep(REMARK_AFTER_S)
+    note("reading standard input, which comes before the prompt; `< /dev/null` gives none")
 
 
 async def _generate(
@@ -265,7 +296,10 @@ async def _generate(
 def generate(
     prompts: Annotated[
         list[str],
-        typer.Argument(metavar="PROMPT", help="Text; - is standard input, one prompt a line."),
+        typer.Argument(
+            metavar="PROMPT",
+            help="Text; - is standard input, one prompt a line.  Without -, all of it comes before each prompt.",
+        ),
     ],
     engine: EngineFlags,
     sampling: SamplingFlags,

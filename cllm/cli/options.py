@@ -31,7 +31,9 @@ from typing import (
 import typer
 
 from cllm import EngineConfig, EngineOptions, InvalidArgumentError, SamplingParams
+from cllm.cli.habits import hint_for_model
 from cllm.cli.option_sources import config_file
+from cllm.cli.texts import decoded
 from cllm.engine.config import AUTO, LoraSetting
 from cllm.errors import InvalidRequestError
 from cllm.hub.download import find_model
@@ -167,8 +169,9 @@ class EngineFlags(Flags):
         if model is not None:
             given["model"] = model
         for name in ("model", "speculation", "embedding_model"):
-            if is_name(value := given.get(name)):
-                given[name] = model_file(str(value))
+            value = given.get(name)
+            if is_name(value) or (isinstance(value, str) and hint_for_model(value)):
+                given[name] = model_file(value)
         # `n_threads` alone sets the threads of batches too.
         if "n_threads" in given:
             given.setdefault("n_threads_batch", given["n_threads"])
@@ -382,7 +385,11 @@ def model_file(given: str | None) -> Path | None:
     try:
         if given is None:
             return None
-        return find_model(given) if is_name(given) else Path(given)
+        if is_name(given):
+            return find_model(given)
+        if (hint := hint_for_model(given)) and not Path(given).exists():
+            raise typer.BadParameter(f"{given}: {hint}", param_hint="-m")
+        return Path(given)
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -455,11 +462,11 @@ def text_or_file(given: str, option: str | None = None) -> str:
         return given
     path = Path(given[1:])
     try:
-        return path.read_text(encoding="utf-8")
+        return decoded(path.read_bytes(), "its line {}".format)
     except OSError as error:
         problem = error.strerror or str(error)
-    except UnicodeDecodeError:
-        problem = "it is not UTF-8"
+    except InvalidRequestError as error:
+        problem = str(error)
     raise typer.BadParameter(f"cannot read {path}: {problem}", param_hint=option)
 
 

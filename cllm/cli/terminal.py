@@ -11,7 +11,7 @@ import select
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from typing import TextIO, TypeVar, TypeVarTuple
+from typing import NamedTuple, TextIO, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cllm
+from cllm.cli.texts import decoded
 
 BOLD, DIM, RED = "1", "2", "31"
 
@@ -44,11 +45,14 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
+def has_styles(stream: TextIO | None) -> bool:
+    """True if the stream is a terminal that shows styles, and the user wants them."""
+    return is_terminal(stream) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
 def styled(text: str, style: str, stream: TextIO | None) -> str:
     """Return the text in `BOLD`, `DIM` or `RED` if the stream is a terminal with styles, else as it is."""
-    if not is_terminal(stream) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
-        return text
-    return f"\x1b[{style}m{text}\x1b[0m"
+    return f"\x1b[{style}m{text}\x1b[0m" if has_styles(stream) else text
 
 
 def note(text: str) -> None:
@@ -99,6 +103,9 @@ class StandardOutput:
         await self._descriptor.wait(anyio.wait_writable)
         os.write(1, styled(visible(text), style, sys.stdout).encode("utf-8", "backslashreplace"))
 
+    async def finish(self) -> None:
+        """End an answer: nothing is left to print."""
+
 
 class _Descriptor:
     """Waits until a descriptor is ready."""
@@ -118,14 +125,42 @@ class _Descriptor:
             await anyio.lowlevel.checkpoint()
 
 
-async def input_lines() -> AsyncIterator[str]:
-    """Yield the lines of standard input without line ends; input is read only as lines are needed.
+class InputLine(NamedTuple):
+    """A line of standard input, or an argument.
 
-    Bytes that are not UTF-8 become lone surrogates, as in arguments: the engine rejects them.
+    Attributes
+    ----------
+    number : int
+        1 for the first line; 0 for an argument.
+    text : str
+        Without its line end.  Bytes that are not UTF-8 are lone surrogates, as in arguments.
     """
+
+    number: int
+    text: str
+
+    def checked(self) -> str:
+        """Return the text; raise `InvalidRequestError`, which names the line, if it is not UTF-8."""
+        source = f"line {self.number} of standard input" if self.number else "prompt"
+        return decoded(self.text.encode("utf-8", "surrogateescape"), lambda _: source)
+
+
+async def read_input() -> str:
+    """Return all of standard input.
+
+    Raises
+    ------
+    InvalidRequestError
+        Names the first line that is not UTF-8.
+    """
+    return "\n".join([line.checked() async for line in input_lines()])
+
+
+async def input_lines() -> AsyncIterator[InputLine]:
+    """Yield the lines of standard input; input is read only as lines are needed."""
     if sys.stdin is None:
         return
-    descriptor, rest = _Descriptor(0), b""
+    descriptor, rest, number = _Descriptor(0), b"", 0
     while True:
         await descriptor.wait(anyio.wait_readable)
         chunk = os.read(0, 1 << 16)
@@ -133,7 +168,8 @@ async def input_lines() -> AsyncIterator[str]:
         if not chunk and rest:
             lines, rest = [rest], b""
         for line in lines:
-            yield line.removesuffix(b"\r").decode("utf-8", "surrogateescape")
+            number += 1
+            yield InputLine(number, line.removesuffix(b"\r").decode("utf-8", "surrogateescape"))
         if not chunk:
             return
         rest = rest[:MAX_LINE_BYTES]

@@ -11,6 +11,7 @@ import typer
 from cllm import EngineConfig
 from cllm.cli.options import ModelOption, model_file
 from cllm.cli.terminal import visible
+from cllm.cli.texts import decoded
 from cllm.doctor.tokens import tokens_of
 
 STANDARD_INPUT = "-"
@@ -31,7 +32,7 @@ def tokenize(
     """Print the tokens of a text, one a line, and how many they are."""
     path = EngineConfig(model=model_file(model)).model_path
     if text == STANDARD_INPUT:
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+        text = decoded(sys.stdin.buffer.read(), "line {} of standard input".format)
     tokens = tokens_of(path, text, add_special=special)
     if as_json:
         pieces = [

@@ -69,14 +69,14 @@ def run_cllm(
 def run_cllm_apart(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `cllm` to its end in a new process: some libraries read the environment when imported."""
     return subprocess.run(
-        [*CLLM, *arguments], capture_output=True, text=True, timeout=100, check=False, cwd=ROOT,
-        env={**os.environ, **environment},
+        [*CLLM, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
+        check=False, cwd=ROOT, env={**os.environ, **environment},
     )  # fmt: skip
 
 
 def start_cllm(*arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
-    """Start `cllm` in a new process; `streams` are those of `subprocess.Popen`, pipes by default."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    """Start `cllm` in a new process; `streams` are those of `subprocess.Popen`: by default no input, and pipes."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*CLLM, *arguments], cwd=ROOT, bufsize=0, **{**pipes, **streams})
 
 

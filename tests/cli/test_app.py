@@ -17,7 +17,7 @@ from cllm.cli.app import command_line
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.server import serving
 from cllm.server.operation import logs
-from tests.cli.children import CTRL_D, Terminal, run_cllm
+from tests.cli.children import Terminal, run_cllm
 from tests.conftest import some_in_fast
 
 serving_listen = serving.listen
@@ -61,6 +61,23 @@ def test_who_is_told_to_end_while_modules_are_imported_ends_as_later(
     assert (done.returncode, done.stderr) == (code, "")
 
 
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [
+        ("run", "cllm chat"),
+        ("list", "cllm models"),
+        ("ps", "/api/ps"),
+        ("stop", "Ctrl-C"),
+        ("rm", "cllm models --remove"),
+    ],
+)
+def test_a_command_of_ollama_names_the_one_that_does_it_here(command: str, instead: str) -> None:
+    done = run_cllm(command, "llama3.2:1b")
+    assert done.returncode == 2
+    assert instead in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_command_that_there_is_not_is_wrong_usage_in_one_line() -> None:
     done = run_cllm("dance")
     assert (done.returncode, done.stdout) == (2, "")
@@ -86,11 +103,11 @@ def test_a_terminal_hears_that_the_embedded_model_is_a_toy_and_what_takes_a_real
         terminal.until("is a toy of 0.9 million parameters")
         terminal.until("-m hf:USER/REPO")
         terminal.until("> ")
-        terminal.send(CTRL_D)
+        terminal.send("/bye\n")
         assert terminal.exit_code() == 0
     with Terminal("chat", "-m", str(EMBEDDED_MODEL)) as terminal:
         assert "toy" not in terminal.until("> ")
-        terminal.send(CTRL_D)
+        terminal.send("/bye\n")
         assert terminal.exit_code() == 0
 
 
@@ -125,6 +142,7 @@ def test_a_terminal_without_all_characters_shows_others(arguments: list[str]) ->
     environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = subprocess.run(
         [sys.executable, "-m", "cllm", *arguments],
+        stdin=subprocess.DEVNULL,
         env=environment,
         capture_output=True,
         check=False,

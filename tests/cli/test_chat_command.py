@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +13,13 @@ import pytest
 from PIL import Image as Pillow
 
 from cllm import Audio, Engine, EngineConfig, SamplingParams
-from cllm.cli.chat_commands import ChatCommands
+from cllm.cli.chat_commands import PARAMETERS, ChatCommands
+from cllm.cli.chat_files import last_chat_file
 from cllm.cli.chat_session import Chat
 from cllm.cli.history import History, Messages, Turn
+from cllm.cli.options import NO_OPTION, flags_of
 from cllm.cli.terminal import StandardOutput
+from cllm.settings import settings_of
 from tests.cli.children import BACKSPACE, CTRL_C, CTRL_D, ENDLESS, Terminal, run_cllm
 from tests.conftest import QUIET
 from tools import make_model, make_projector
@@ -101,7 +105,11 @@ def test_what_a_command_cannot_do_is_one_line_and_the_chat_goes_on() -> None:
         "/load pyproject.toml": "pyproject.toml is no chat",
         "/load": "cannot read",
         "/save /nowhere/x": "cannot write /nowhere/x: No such file",
-        "/save": "cannot write a file",
+        "/save /": "cannot write /: Is a directory",
+        "/clar": "there is no command /clar, did you mean /clear",
+        "/set tempp 1": "there is no parameter tempp; did you mean temp",
+        "/set json_schema @/nowhere/x": "cannot read /nowhere/x: No such file",
+        "/model /nowhere/x": "/nowhere/x",
     }
     done = run_cllm("chat", *GREEDY, input="\n".join([*problems, "1+1="]))
     assert (done.returncode, done.stdout) == (0, "2\n")
@@ -237,10 +245,96 @@ def test_a_message_that_does_not_fit_is_said_and_the_chat_goes_on_as_it_was() ->
     assert done.returncode == 1
 
 
-def test_input_that_is_not_utf_8_does_not_end_the_chat() -> None:
-    done = run_cllm("chat", *GREEDY, "--max-tokens", "20", input=b"\xff\xfe\n1+1=\n")
-    assert done.stdout.endswith("2\n")
-    assert done.returncode == 0
+def test_a_line_that_is_not_utf_8_is_named_and_the_chat_goes_on() -> None:
+    done = run_cllm("chat", *GREEDY, input=b"1+1=\nab\xff\xfe\n2+2=\n")
+    assert (done.returncode, done.stdout) == (1, "2\n4\n")
+    assert done.stderr == "cllm: line 2 of standard input is b'\\xff', must be UTF-8\n"
+
+
+def test_commands_have_the_names_that_other_programs_give_them() -> None:
+    lines = (
+        "1+1=",
+        "/clear",
+        "/reset",
+        "/set --temp 0.5",
+        "/set parameter top-k 3",
+        "/set n 5",
+        "/?",
+    )
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    notes = done.stderr.splitlines()
+    assert notes[:5] == [
+        "A new chat.",
+        "A new chat.",
+        "temperature = 0.5",
+        "top_k = 3",
+        "max_tokens = 5",
+    ]
+    assert "/clear" in done.stderr
+
+
+def test_every_sampling_option_of_generate_can_be_set() -> None:
+    options = {f"--{name}" for name in PARAMETERS}
+    for name, setting in settings_of(SamplingParams).items():
+        if setting.flags != NO_OPTION:
+            flags = {f"--{flag.lstrip('-')}" for flag in flags_of(name, setting, str)}
+            assert flags <= options, name
+
+
+def test_a_chat_goes_on_with_another_model(tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(EngineConfig().model_path.read_bytes().replace(b"cllm-tiny", b"cllm-twin"))
+    done = run_cllm("chat", *GREEDY, input=f"1+1=\n/model {other}\n2+2=\n/model\n/stats")
+    assert done.stdout == "2\n4\n"
+    notes = done.stderr.splitlines()
+    assert notes[0].startswith("cllm-twin, ")
+    assert notes[1] == "cllm-twin, in use"
+    assert "2 turns" in done.stderr
+
+
+def test_a_model_without_a_template_leaves_the_present_one(tmp_path: Path) -> None:
+    path = without_template(tmp_path)
+    done = run_cllm("chat", *GREEDY, input=f"/model {path}\n2+2=\n/model")
+    assert done.stdout == "4\n"
+    assert done.stderr.splitlines()[0] == f"cllm: {path} has no chat template"
+    assert "cllm-tiny, in use" in done.stderr
+
+
+def test_a_message_can_be_changed_in_an_editor_and_is_answered_anew(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nsed -i "s/1+1/3+3/" "$2"\n')
+    editor.chmod(0o700)
+    lines = ("1+1=", "/edit", "/stats", "/edit", "/undo")
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines), EDITOR=f"{editor} --wait", VISUAL="")
+    assert done.stdout == "2\n6\n"
+    assert [note.split(",")[0] for note in done.stderr.splitlines()] == [
+        "3+3=", "1 turn", "last answer: 4 tokens", "last prompt: 1 of 15 tokens computed",
+        "Nothing is changed.", "Taken back: 3+3=",
+    ] or "Taken back: 3+3=" in done.stderr  # fmt: skip
+
+
+def test_an_editor_that_fails_changes_nothing() -> None:
+    done = run_cllm(
+        "chat", *GREEDY, input="1+1=\n/edit\n/undo", EDITOR="/nowhere/editor", VISUAL=""
+    )
+    assert "Taken back: 1+1=" in done.stderr
+    assert "/nowhere/editor" in done.stderr
+
+
+def test_the_last_chat_goes_on_and_is_readable_by_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    first = run_cllm("chat", *GREEDY, "--continue", input="1+1=")
+    assert "No chat is kept yet" in first.stderr
+    run_cllm("chat", *GREEDY, input="2+2=\n/save")
+    for n in (2, 3):
+        done = run_cllm("chat", *GREEDY, "--continue", input="3+3=\n/stats")
+        assert done.stdout == "6\n"
+        assert f"{n} turns, " in done.stderr
+    (file,) = (tmp_path / "cllm" / "chats").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_when_the_context_is_full_the_first_turns_are_dropped_and_that_is_said() -> None:
@@ -265,12 +359,18 @@ def test_an_answer_that_the_context_cuts_off_says_so() -> None:
     assert done.stdout.splitlines()[-1] == "2"
 
 
-def test_a_model_without_a_template_is_one_line(tmp_path: Path) -> None:
+def without_template(directory: Path) -> Path:
+    """Return the path of the embedded model without its chat template."""
     key = b"tokenizer.chat_template"
     model = EngineConfig().model_path.read_bytes()
     assert model.count(key) == 1
-    path = tmp_path / "model.gguf"
+    path = directory / "model.gguf"
     path.write_bytes(model.replace(key, key.upper()))
+    return path
+
+
+def test_a_model_without_a_template_is_one_line(tmp_path: Path) -> None:
+    path = without_template(tmp_path)
     done = run_cllm("chat", "-m", str(path), "--threads", "1")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "cllm: cllm-tiny has no chat template; try cllm generate\n"
@@ -284,56 +384,150 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
 
 
 # --- On a terminal ---------------------------------------------------------------------------
+class Typing(Terminal):
+    """A terminal with a chat."""
+
+    def until_prompt(self) -> None:
+        """Wait until a message can be typed."""
+        self.until("> " if self.is_dumb else "\x1b[?2004h")
+
+    is_dumb = True
+
+
+def typing(*arguments: str, term: str) -> Typing:
+    """Return a terminal that answers no questions about its cursor."""
+    terminal = Typing(*arguments, environment={"TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"})
+    terminal.is_dumb = term == "dumb"
+    return terminal
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat() -> None:
-    with Terminal("chat", *ENDLESS) as terminal:
-        terminal.until("> ")
+    with typing("chat", *ENDLESS, term="xterm") as terminal:
+        terminal.until_prompt()
         terminal.send("count:1..900\n")
         terminal.until(FIVE)
         terminal.send(CTRL_C)
-        terminal.until("\r\nstopped: ")
-        terminal.until("> ")
+        terminal.until("stopped: ")
+        terminal.until_prompt()
         terminal.send("/stats\n")
         terminal.until("1 turn,")
-        terminal.until("> ")
+        terminal.until_prompt()
         terminal.send("count:1..800\n")
         terminal.until(FIVE)
         terminal.send(CTRL_C)
-        terminal.until("\r\nstopped: ")
-        terminal.until("> ")
+        terminal.until("stopped: ")
+        terminal.until_prompt()
         terminal.send(CTRL_D)
         assert terminal.exit_code() == 0
 
 
-def test_ctrl_c_at_the_prompt_ends_the_chat() -> None:
-    for typed in ("h", "half a mess"):
-        with Terminal("chat") as terminal:
-            terminal.until("> ")
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_ctrl_c_clears_the_line_and_pressed_again_ends_the_chat_which_is_kept(term: str) -> None:
+    with typing("chat", *GREEDY, term=term) as terminal:
+        terminal.until_prompt()
+        terminal.send("1+1=\n")
+        terminal.until("2\r\n")
+        terminal.until_prompt()
+        terminal.send(f"half a mess{CTRL_C}")
+        terminal.until("Ctrl-C again leaves")
+        terminal.until_prompt()
+        terminal.send(CTRL_C)
+        rest = terminal.rest()
+        assert "The chat is kept" in rest
+        assert "Traceback" not in rest
+        assert terminal.exit_code() == 0
+    assert "1 turns" in run_cllm("chat", *GREEDY, "--continue", input="/stats").stderr
+
+
+def test_a_signal_at_the_prompt_does_what_ctrl_c_does() -> None:
+    with typing("chat", term="xterm") as terminal:
+        terminal.until_prompt()
+        terminal.child.send_signal(signal.SIGINT)
+        terminal.until("Ctrl-C again leaves")
+        terminal.until_prompt()
+        terminal.child.send_signal(signal.SIGINT)
+        assert "Traceback" not in terminal.rest()
+        assert terminal.exit_code() == 0
+
+
+def test_a_paste_of_several_lines_is_one_message() -> None:
+    with typing("chat", *GREEDY, term="xterm") as terminal:
+        terminal.until_prompt()
+        terminal.send("\x1b[200~repeat:one\ntwo\x1b[201~")
+        terminal.send("\n")
+        terminal.until("tokens/s")
+        terminal.until_prompt()
+        terminal.send("/stats\n")
+        terminal.until("1 turn,")
+        terminal.until_prompt()
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
+    (saved,) = [json.loads(path.read_text()) for path in [last_chat_file()] if path is not None]
+    assert saved["messages"][0]["content"] == "repeat:one\ntwo"
+
+
+def test_text_between_three_quotes_is_one_message_on_a_terminal_too() -> None:
+    with typing("chat", *GREEDY, term="xterm") as terminal:
+        terminal.until_prompt()
+        terminal.send('"""repeat:one\ntwo"""\n')
+        terminal.until("tokens/s")
+        terminal.until_prompt()
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
+    path = last_chat_file()
+    assert path is not None
+    assert json.loads(path.read_text())["messages"][0]["content"] == "repeat:one\ntwo"
+
+
+def test_tab_completes_commands_and_files_and_names(tmp_path: Path) -> None:
+    (tmp_path / "a_long_name.txt").write_text("1 2 3")
+    typed = {
+        "0 turns": [("/sta", "ts")],
+        "before the next message": [("/fi", "le"), (f" {tmp_path}/a_l", "ong_name.txt")],
+        "temperature = 0.25": [("/set tempe", "rature"), (" 0.25", "")],
+    }
+    with typing("chat", *GREEDY, term="xterm") as terminal:
+        for found, parts in typed.items():
+            terminal.until_prompt()
+            for text, completed in parts:
+                terminal.send(f"{text}\t" if completed else text)
+                terminal.until(completed or text[-1])
+            terminal.send("\n")
+            terminal.until(found)
+        terminal.until_prompt()
+        terminal.send(CTRL_D)
+        assert terminal.exit_code() == 0
+
+
+def test_ctrl_r_finds_a_message_of_an_earlier_session() -> None:
+    for typed, answer in (("count:7..9\n", "7 8 9"), ("\x12unt:7\n\n", "7 8 9")):
+        with typing("chat", *GREEDY, term="xterm") as terminal:
+            terminal.until_prompt()
             terminal.send(typed)
-            terminal.until(typed)
-            terminal.until_asleep()
-            terminal.send(CTRL_C)
-            assert "Traceback" not in terminal.rest()
+            terminal.until(f"{answer}\r\n")
+            terminal.until_prompt()
+            terminal.send(CTRL_D)
             assert terminal.exit_code() == 0
 
 
 def test_an_answer_on_a_terminal_ends_with_its_pace() -> None:
-    with Terminal("chat", *GREEDY, environment={"TERM": "xterm"}) as terminal:
-        terminal.until("> ")
+    with typing("chat", *GREEDY, term="xterm") as terminal:
+        terminal.until_prompt()
         terminal.send("count:1..20\n")
         terminal.until("19 20\r\n")
-        terminal.until("\x1b[2m")
+        terminal.until("\x1b[2mcllm-tiny: ")
         assert "tokens/s" in terminal.until("\x1b[0m")
-        terminal.until("> ")
+        terminal.until_prompt()
         terminal.send(CTRL_D)
         assert terminal.exit_code() == 0
 
 
 def test_backspace_takes_a_whole_character() -> None:
-    with Terminal("chat", *GREEDY) as terminal:
-        terminal.until("> ")
+    with typing("chat", *GREEDY, term="xterm") as terminal:
+        terminal.until_prompt()
         terminal.send(f"repeat:你好🙂{BACKSPACE}{BACKSPACE}!\n")
-        terminal.until("\r\n你!\r\n")
-        terminal.until("> ")
+        terminal.until("你!\r\n")
+        terminal.until_prompt()
         terminal.send(CTRL_D)
         assert terminal.exit_code() == 0
 

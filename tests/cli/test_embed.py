@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cllm.cli.embed import N_AT_ONCE, _parts
+from cllm.cli.terminal import InputLine
 from tests.cli.children import run_cllm
 
 MEAN = ("--pooling", "mean")
@@ -84,9 +85,9 @@ def test_a_long_text_is_cut_where_that_is_asked_for() -> None:
 async def test_standard_input_is_read_in_parts_however_many_texts_stand_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def lines() -> AsyncIterator[str]:
+    async def lines() -> AsyncIterator[InputLine]:
         for number in range(N_AT_ONCE):
-            yield str(number)
+            yield InputLine(number + 1, str(number))
 
     monkeypatch.setattr("cllm.cli.embed.input_lines", lines)
     for n_before in (0, 1, N_AT_ONCE, N_AT_ONCE + 5):

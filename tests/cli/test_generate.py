@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 from PIL import Image as Pillow
@@ -18,8 +19,9 @@ from PIL import Image as Pillow
 from cllm import Engine, EngineConfig, SamplingParams, TokenDelta, TokenStream
 from cllm.cli import generate as generate_module
 from cllm.cli.generate import Form, PromptRun
+from cllm.cli.habits import as_spelt_here
 from cllm.cli.options import EngineFlags, SamplingFlags
-from cllm.cli.terminal import StandardOutput, visible
+from cllm.cli.terminal import InputLine, StandardOutput, visible
 from tests.cli.children import CLLM, CTRL_C, ENDLESS, ROOT, Terminal, run_cllm, start_cllm
 from tests.conftest import QUIET, submitted_together
 from tools import make_model, make_projector
@@ -93,7 +95,7 @@ def test_standard_input_has_one_prompt_a_line_among_other_prompts() -> None:
 
 
 def test_a_line_is_answered_before_the_next_one_comes() -> None:
-    with start_cllm("generate", "-", *GREEDY) as child:
+    with start_cllm("generate", "-", *GREEDY, stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         for n in range(1, 4):
@@ -152,7 +154,66 @@ def test_constraints_are_given_as_text_or_as_files(tmp_path: Path) -> None:
 def test_a_request_that_fails_is_a_line_on_stderr_and_the_others_go_on() -> None:
     done = run_cllm("generate", "-", *GREEDY, input=b"1+1=\nbroken \xff\n2+2=\n")
     assert (done.returncode, done.stdout) == (1, "2\n4\n")
-    assert done.stderr.startswith("cllm: prompt 2: prompt is '\\udcff'")
+    wrong = "line 2 of standard input is b'\\xff', must be UTF-8"
+    assert done.stderr == f"cllm: prompt 2: {wrong}\n"
+
+
+def test_a_prompt_that_is_not_utf_8_is_named() -> None:
+    done = run_cllm("generate", b"broken \xff", *GREEDY)
+    assert done.stderr == "cllm: prompt 1: prompt is b'\\xff', must be UTF-8\n"
+
+
+def test_standard_input_comes_before_each_prompt() -> None:
+    done = run_cllm("generate", "--json", "a", "b", *GREEDY, "-n", "1", input="one\r\ntwo\n\n")
+    prompts = [json.loads(line)["prompt"] for line in done.stdout.splitlines()]
+    assert prompts == ["one\ntwo\n\na", "one\ntwo\n\nb"]
+    without = run_cllm("generate", "--json", "a", *GREEDY, "-n", "1")
+    assert json.loads(without.stdout)["prompt"] == "a"
+
+
+def test_standard_input_before_prompts_must_be_utf_8() -> None:
+    done = run_cllm("generate", "1+1=", *GREEDY, input=b"one\ntw\xc3o\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "cllm: line 2 of standard input is b'\\xc3', must be UTF-8\n"
+
+
+def test_a_wait_for_standard_input_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_module, "REMARK_AFTER_S", 0)
+    told: list[str] = []
+    monkeypatch.setattr(generate_module, "note", told.append)
+
+    async def read_input() -> str:
+        await anyio.wait_all_tasks_blocked()
+        while not told:
+            await anyio.lowlevel.checkpoint()
+        return ""
+
+    monkeypatch.setattr(generate_module, "read_input", read_input)
+    assert run_cllm("generate", "1+1=", *GREEDY).stdout == "2\n"
+    assert "< /dev/null" in told[0]
+
+
+@pytest.mark.parametrize("value", ["on", "off", "auto"])
+@pytest.mark.parametrize("name", ["-fa", "--flash-attn"])
+def test_flash_attention_is_switched_as_llama_cpp_switches_it(name: str, value: str) -> None:
+    assert run_cllm("generate", name, value, "1+1=", *GREEDY).stdout == "2\n"
+    assert run_cllm("generate", f"{name}={value}", "1+1=", *GREEDY).stdout == "2\n"
+
+
+def test_flash_attention_without_a_value_is_on() -> None:
+    assert as_spelt_here(["generate", "-fa", "on", "x"]) == ["generate", "--flash-attn", "x"]
+    assert as_spelt_here(["-fa", "x", "-fa", "off"]) == ["--flash-attn", "x", "--no-flash-attn"]
+    assert as_spelt_here(["x", "-fa"]) == ["x", "--flash-attn"]
+    assert as_spelt_here(["--flash-attn=auto", "on"]) == ["on"]
+    assert as_spelt_here(["--", "-fa", "on"]) == ["--", "-fa", "on"]
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "info"])
+def test_a_model_named_as_ollama_does_gets_a_hint(command: str) -> None:
+    model = ("llama3.2:1b",) if command == "info" else ("-m", "llama3.2:1b")
+    done = run_cllm(command, *model, *(("x",) if command == "generate" else ()))
+    assert done.returncode == 2
+    assert "hf:USER/REPO:QUANT" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -204,6 +265,7 @@ def test_a_reader_that_has_enough_ends_it_quietly() -> None:
 def test_standard_output_that_was_closed_before_the_start_ends_it_quietly() -> None:
     done = subprocess.run(
         ["sh", "-c", '"$@" >&-', "sh", *CLLM, "generate", "1+1="],
+        stdin=subprocess.DEVNULL,
         capture_output=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
@@ -306,10 +368,10 @@ async def test_prompts_are_read_only_so_far_ahead_of_what_is_printed(
     monkeypatch.setattr(generate_module, "MAX_AHEAD", 10)
     n_read = 0
 
-    async def prompts() -> AsyncIterator[str]:
+    async def prompts() -> AsyncIterator[InputLine]:
         nonlocal n_read
         for n_read in range(1, 201):
-            yield f"{n_read}\n"
+            yield InputLine(n_read, f"{n_read}\n")
 
     out = Recorded()
     generation = PromptRun(cast(Engine, Echo()), SamplingParams(), PLAIN, out)
@@ -324,9 +386,9 @@ async def test_prompts_are_read_only_so_far_ahead_of_what_is_printed(
 
 @pytest.mark.anyio
 async def test_all_prompts_share_their_ticks() -> None:
-    async def prompts() -> AsyncIterator[str]:
+    async def prompts() -> AsyncIterator[InputLine]:
         for n in range(1, 9):
-            yield f"count:{n}1..{n}9"
+            yield InputLine(n, f"count:{n}1..{n}9")
 
     out = Recorded()
     out.gate.set()

@@ -1,0 +1,67 @@
+"""Files with chats: those that a user saves, and those of earlier sessions, which are kept by themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+
+from cllm import Audio, Image
+from cllm.cli.history import History, Turn, turns_of
+from cllm.cli.texts import decoded
+from cllm.engine.cache_directory import state_file
+
+
+def new_chat_file() -> Path:
+    """Return the path of a file for a new chat, with the time in its name; create its directory.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be created.
+    RuntimeError
+        The home directory is unknown.
+    """
+    directory = state_file("chats")
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return directory / f"{datetime.now():%Y-%m-%d-%H%M%S-%f}.json"
+
+
+def last_chat_file() -> Path | None:
+    """Return the file of the last chat that was kept; None if there is none."""
+    try:
+        return max(state_file("chats").glob("*.json"), key=os.path.getmtime, default=None)
+    except (OSError, RuntimeError):
+        return None
+
+
+def write_chat(path: Path, history: History) -> None:
+    """Write a chat as JSON, readable by its owner alone; images and recordings are paths.
+
+    Raises
+    ------
+    OSError
+    """
+    text = json.dumps(
+        {"messages": history.all_messages()}, ensure_ascii=False, indent=1, default=_path_of
+    )
+    path.touch(mode=0o600)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_chat(path: Path) -> tuple[str | None, list[Turn]]:
+    """Return the system message and the turns of a chat; their token counts are unknown.
+
+    Raises
+    ------
+    OSError
+    CllmError, ValueError, KeyError, TypeError
+        The file has no chat.
+    """
+    text = decoded(path.read_bytes(), "its line {}".format)
+    return turns_of(json.loads(text)["messages"])
+
+
+def _path_of(media: Image | Audio) -> str:
+    return str(media.source)

@@ -1,0 +1,55 @@
+"""What users of llama.cpp and Ollama type by habit: spellings that cllm takes, and hints for others."""
+
+from __future__ import annotations
+
+import re
+
+# Commands of Ollama and llama.cpp, and those that do the same here.
+_COMMANDS = {
+    "run": "cllm chat -m MODEL, or cllm generate -m MODEL PROMPT",
+    "list": "cllm models",
+    "ls": "cllm models",
+    "rm": "cllm models --remove MODEL",
+    "show": "cllm info MODEL",
+    "ps": "ask a server for GET /api/ps, or GET /v1/models",
+    "stop": "end cllm serve with Ctrl-C or SIGTERM: it finishes its requests first",
+    "server": "cllm serve",
+    "cli": "cllm chat",
+    "completion": "cllm generate",
+    "embedding": "cllm embed",
+    "perplexity": "cllm doctor",
+}
+_FLASH_ATTENTION = {"on": ["--flash-attn"], "off": ["--no-flash-attn"], "auto": []}
+_OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
+
+
+def hint_for_command(name: str) -> str:
+    """Return the command that does what `name` does elsewhere; "" if none does."""
+    return _COMMANDS.get(name, "")
+
+
+def hint_for_model(name: str) -> str:
+    """Return how to name a model that was named as Ollama does; "" for other names."""
+    if ":" not in name or not _OLLAMA_NAME.fullmatch(name):
+        return ""
+    return "names of Ollama are not known: give a GGUF file or hf:USER/REPO:QUANT"
+
+
+def as_spelt_here(arguments: list[str]) -> list[str]:
+    """Return the arguments of a command line with llama.cpp's `-fa on`, `off` and `auto` as cllm spells them."""
+    spelt: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return [*spelt, argument, *rest]
+        name, equals, value = argument.partition("=")
+        if name not in ("-fa", "--flash-attn"):
+            spelt.append(argument)
+            continue
+        if not equals:
+            value = next(rest, None) or ""
+        known = _FLASH_ATTENTION.get(value)
+        spelt += ["--flash-attn"] if known is None else known
+        if known is None and value and not equals:  # -fa alone, before another argument
+            spelt += as_spelt_here([value, *rest])
+    return spelt
