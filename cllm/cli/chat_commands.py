@@ -19,7 +19,7 @@ import typer
 from cllm import Audio, CllmError, Image, InvalidRequestError, RequestError, SamplingParams
 from cllm.checks import closest
 from cllm.cli.chat_files import new_chat_file, read_chat, write_chat
-from cllm.cli.chat_session import Chat
+from cllm.cli.chat_session import Chat, n_turns
 from cllm.cli.options import READERS
 from cllm.cli.terminal import complain, note, visible
 from cllm.cli.texts import decoded
@@ -242,7 +242,7 @@ class ChatCommands:
             problem = getattr(error, "strerror", None) or error
             complain(f"cannot write {path or 'the chat'}: {problem}")
         else:
-            note(f"{len(history.turns)} turns in {file}")
+            note(f"{n_turns(len(history.turns))} in {file}")
 
     async def _load(self, path: str) -> None:
         await self.load(Path(path).expanduser())
@@ -267,7 +267,7 @@ class ChatCommands:
             complain(f"cannot continue {path}: {error}")
             return False
         chat.file = None
-        note(f"{len(turns)} turns, {history.n_tokens:,} tokens")
+        note(f"{n_turns(len(turns))}, {history.n_tokens:,} tokens")
         return True
 
     # --- The rest ------------------------------------------------------------------------------

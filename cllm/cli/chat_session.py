@@ -181,7 +181,7 @@ class Chat:
             try:
                 async with self._opened(stream):
                     if not said and (n_dropped := self.history.keep(turns)):
-                        note(f"The context is full: the first {_turns(n_dropped)} were dropped.")
+                        note(f"The context is full: the first {n_turns(n_dropped)} were dropped.")
                     completion = await self._print(stream)
             except PromptTooLongError:
                 if not turns or said:
@@ -280,7 +280,7 @@ class Chat:
         history = self.history
         # The last token of an answer that fills the context has no cell any more.
         n_tokens = min(history.n_tokens, history.n_ctx)
-        lines = [f"{_turns(len(history.turns))}, {n_tokens:,} of {history.n_ctx:,} tokens"]
+        lines = [f"{n_turns(len(history.turns))}, {n_tokens:,} of {history.n_ctx:,} tokens"]
         if self._last is not None:
             usage = self._last.usage
             lines.append(f"last answer: {_pace(self._last)}")
@@ -289,7 +289,8 @@ class Chat:
         return "\n".join(lines)
 
 
-def _turns(n: int) -> str:
+def n_turns(n: int) -> str:
+    """Return a number of turns as text."""
     return f"{n} turn" if n == 1 else f"{n} turns"
 
 

@@ -436,7 +436,7 @@ def test_ctrl_c_clears_the_line_and_pressed_again_ends_the_chat_which_is_kept(te
         assert "The chat is kept" in rest
         assert "Traceback" not in rest
         assert terminal.exit_code() == 0
-    assert "1 turns" in run_cllm("chat", *GREEDY, "--continue", input="/stats").stderr
+    assert "1 turn," in run_cllm("chat", *GREEDY, "--continue", input="/stats").stderr
 
 
 def test_a_signal_at_the_prompt_does_what_ctrl_c_does() -> None:
