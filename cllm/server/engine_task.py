@@ -11,7 +11,8 @@ from anyio.lowlevel import current_token
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm import CllmError, ClosedError, Engine, EngineConfig, EngineFailedError
-from cllm.server.http.limits import is_file, is_open, route_path
+from cllm.server.http.limits import is_file, is_open
+from cllm.server.http.problems import route_path
 from cllm.server.state import ServerState
 
 logger: logging.Logger = logging.getLogger("cllm.server")

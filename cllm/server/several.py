@@ -15,14 +15,21 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
-from cllm import Engine, EngineConfig, __version__
+from cllm import Engine, EngineConfig, ModelInfo, __version__
 from cllm.server.app import add_guards
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
 from cllm.server.http.body import parsed
-from cllm.server.http.limits import HeadAsGet, is_open, route_path, with_known_path
-from cllm.server.http.problems import Problem, answer_problem, problem_of, unavailable
+from cllm.server.http.limits import HeadAsGet, is_open, with_known_path
+from cllm.server.http.problems import (
+    Problem,
+    answer_problem,
+    problem_of,
+    route_path,
+    unavailable,
+)
 from cllm.server.model_pool import ModelPool, PooledModel
+from cllm.server.routes import ollama
 from cllm.server.routes.openai import architecture_of
 from cllm.server.routes.transcriptions import FORM_TYPE
 
@@ -72,6 +79,19 @@ def create_models_app(
     async def one(name: str) -> dict[str, Any]:
         return _told(_named(pool, name), started_at)
 
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return await ollama.version()
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": [_listed(each) for each in pool.models.values()]}
+
+    @app.get("/api/ps")
+    async def ps() -> dict[str, Any]:
+        loaded = [each for each in pool.models.values() if each.is_loaded]
+        return {"models": [ollama.running(each.name, _info_of(each)) for each in loaded]}
+
     @app.get("/v1/health")
     @app.get("/healthz")
     @app.get("/readyz")
@@ -110,7 +130,7 @@ class _Front:
             async with self._pool.using(model) as app:
                 await app(scope, receive, send)
         except Problem as problem:
-            await problem_of(problem).response(scope, receive, send)
+            await problem_of(problem).response_to(scope)(scope, receive, send)
 
     def _is_answered(self, scope: Scope) -> bool:
         """True if there is a route of this path and method."""
@@ -184,10 +204,24 @@ def _again(messages: list[Message], receive: Receive) -> Receive:
 
 
 def _named(pool: ModelPool, name: str) -> PooledModel:
-    if (model := pool.models.get(name)) is None:
+    model = pool.models.get(name) or pool.models.get(name.removesuffix(ollama.LATEST))
+    if model is None:
         known = ", ".join(map(repr, pool.models))
         raise Problem(404, f"there is no model {name[:80]!r}, only {known}", param="model")
     return model
+
+
+def _info_of(model: PooledModel) -> ModelInfo:
+    """Return the properties of a loaded model."""
+    info: ModelInfo = model.app.state.server.engine.model
+    return info
+
+
+def _listed(model: PooledModel) -> dict[str, Any]:
+    """Return a model as Ollama lists it; one that is not loaded with its name alone."""
+    if model.is_loaded:
+        return ollama.listed(model.name, _info_of(model))
+    return {"name": model.name, "model": model.name, "size": 0, "digest": "", "details": {}}
 
 
 def _told(model: PooledModel, started_at: int) -> dict[str, Any]:
@@ -199,6 +233,6 @@ def _told(model: PooledModel, started_at: int) -> dict[str, Any]:
         "status": model.status,
     }
     if model.is_loaded:
-        info = model.app.state.server.engine.model
+        info = _info_of(model)
         told |= {"max_model_len": info.n_ctx, "architecture": architecture_of(info)}
     return told

@@ -24,14 +24,14 @@ from cllm.engine.config import EngineConfig
 from cllm.errors import EngineFailedError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
-from cllm.server.http.limits import route_path
-from cllm.server.http.problems import Problem
+from cllm.server.http.problems import Problem, route_path
 from cllm.server.serving import Server, listen
 from cllm.testing.fake_engine import FakeEngine
 from cllm.testing.fake_rules import FakeRule, FakeRules
 
 QUESTIONS = (
-    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat",
+    "/api/generate",
 )  # fmt: skip
 N_CTX = 16384
 START_S = 30.0
@@ -97,12 +97,12 @@ class ScriptedFaults:
         chosen = self._rules.choose(questions, role, n)
         if chosen is None:
             message = f"no rule is for {questions[0][:200]!r}"
-            await Problem(400, message, code="no_rule").response(scope, receive, send)
+            await Problem(400, message, code="no_rule").response_to(scope)(scope, receive, send)
             return
         try:
             await anyio.sleep(chosen.rule.first_token_s)
             if (status := chosen.rule.status) is not None:
-                await _problem_of(chosen.rule, status).response(scope, receive, send)
+                await _problem_of(chosen.rule, status).response_to(scope)(scope, receive, send)
                 return
             await self._app(scope, _again(data, receive), _paced(send, chosen.rule))
         finally:

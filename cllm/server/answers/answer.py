@@ -28,6 +28,8 @@ class AnswerForm(ABC):
         True if a stream whose prompt is too long has status 200 and ends with an error event.
     reads_deltas : bool
         True if `events` is called for answers that are not streamed too.
+    has_lines : bool
+        True if a stream is lines of JSON, and not server-sent events.
     is_plain : bool
         True if a whole answer is plain text, and not JSON.
     """
@@ -35,6 +37,7 @@ class AnswerForm(ABC):
     prompt_field = "prompt"
     tells_overflows = False
     reads_deltas = False
+    has_lines = False
     is_plain = False
 
     def begin(self) -> Iterable[Event]:
@@ -159,4 +162,5 @@ def answer(
             await writer.event(event, name)
         await writer.close()
 
-    return Reply(produce, state.config.ping_interval_s, form.ping)
+    interval_s = state.config.ping_interval_s
+    return Reply(produce, interval_s, form.ping, has_lines=form.has_lines)

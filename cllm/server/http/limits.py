@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.config import ServerConfig, is_loopback
-from cllm.server.http.problems import RETRY_AFTER_S, Problem, overflow
+from cllm.server.http.problems import RETRY_AFTER_S, Problem, overflow, route_path
 
 SMALL_BYTES = 1 << 20  # a larger body counts towards `LARGE_BYTES`
 LARGE_BYTES = 1 << 29  # of all large bodies of open requests
@@ -65,7 +65,7 @@ class Limits:
         try:
             self._check(scope, headers)
         except Problem as problem:
-            await problem.response(scope, receive, send)
+            await problem.response_to(scope)(scope, receive, send)
         else:
             body = _Body()
             try:
@@ -253,12 +253,6 @@ def is_open(path: str) -> bool:
 def is_file(path: str) -> bool:
     """Return True if a path belongs to the page or to the documentation, which need no model."""
     return path in FILES or path.startswith(FOLDERS)
-
-
-def route_path(scope: Scope) -> str:
-    """Return the path of a request within this application, without the path where that is mounted."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def is_public_name(name: str) -> bool:

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from cllm import (
     CllmError,
@@ -104,10 +105,14 @@ class Problem(Exception):
             },
         }
 
-    @property
-    def response(self) -> JSONResponse:
-        """Response with the body, the status and the headers."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    def response_to(self, scope: Scope) -> JSONResponse:
+        """Return the response with the body, the status and the headers.
+
+        Clients of Ollama, whose paths begin with `/api/`, take the field `error` for a text.
+        """
+        is_ollama = route_path(scope).startswith("/api/")
+        body = {"error": str(self)} if is_ollama else self.body
+        return JSONResponse(body, self.status, headers=self.headers)
 
 
 def invalid(param: str, message: str) -> Problem:
@@ -208,4 +213,10 @@ def _of_validation(error: RequestValidationError) -> Problem:
 
 async def answer_problem(request: Request, error: Exception) -> JSONResponse:
     """Return the error response for an exception: the exception handler of the application."""
-    return problem_of(error).response
+    return problem_of(error).response_to(request.scope)
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request within this application, without the path where that is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -21,6 +21,8 @@ from starlette.types import Message, Receive, Scope, Send
 from cllm.server.http.problems import problem_of
 
 Event = tuple[str | None, Mapping[str, Any] | str]  # name of a server-sent event or None, and data
+EVENTS_TYPE = b"text/event-stream; charset=utf-8"
+LINES_TYPE = b"application/x-ndjson"
 DONE = "[DONE]"
 PING = b": ping\n\n"
 # Levels of an answer that are encoded in pieces: choices, their log probabilities, their tokens.
@@ -29,7 +31,12 @@ N_AT_ONCE = 64  # items of a list that are encoded in one call
 
 
 class Writer:
-    """Destination of an answer: one JSON object, or server-sent events.
+    """Destination of an answer: one JSON object, or a stream of them.
+
+    Parameters
+    ----------
+    has_lines : bool
+        True if a stream is lines of JSON, and not server-sent events.
 
     Attributes
     ----------
@@ -39,7 +46,10 @@ class Writer:
         True once a write has failed because the client has disconnected.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, has_lines: bool = False
+    ) -> None:
+        self._has_lines = has_lines
         self._scope = scope
         self._receive = receive
         self._send_message = send
@@ -65,7 +75,7 @@ class Writer:
         if not self.is_streaming:
             self.is_streaming = True
             headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"content-type", LINES_TYPE if self._has_lines else EVENTS_TYPE),
                 (b"cache-control", b"no-store"),
                 (b"x-accel-buffering", b"no"),  # proxies must not collect events
             ]
@@ -92,9 +102,12 @@ class Writer:
                 await self.event(event[1], event[0])
 
     async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
-        """Send one event, with a name if there is one."""
+        """Send one event, with a name if there is one; lines of JSON have no names."""
         await self.begin()
         data = value.encode() if isinstance(value, str) else _dumped(value)
+        if self._has_lines:
+            await self._body(data + b"\n", more=True)
+            return
         head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
         await self._body(head + data + b"\n\n", more=True)
 
@@ -172,6 +185,8 @@ class Reply(Response):
         Seconds without output after which a stream sends a keep-alive; 0: never.
     ping : callable
         See `Writer.ping`.
+    has_lines : bool
+        See `Writer`.
     """
 
     def __init__(
@@ -179,7 +194,10 @@ class Reply(Response):
         produce: Callable[[Writer], Awaitable[None]],
         ping_interval_s: float = 0.0,
         ping: Callable[[], Event | None] = lambda: None,
+        *,
+        has_lines: bool = False,
     ) -> None:
+        self._has_lines = has_lines
         self._produce = produce
         self._ping_interval_s = ping_interval_s
         self._ping = ping
@@ -188,7 +206,7 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        writer = Writer(scope, receive, send)
+        writer = Writer(scope, receive, send, has_lines=self._has_lines)
         failure: Exception | None = None
 
         async def leave_with_the_client() -> None:

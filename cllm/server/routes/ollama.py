@@ -1,0 +1,515 @@
+"""Ollama's routes: `/api/chat`, `/api/generate`, `/api/embed`, and those that describe the model.
+
+Durations are in nanoseconds.  Streams are lines of JSON, and are the default.  `keep_alive` has no effect:
+the server decides how long a model stays loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import Field, create_model
+from starlette.responses import JSONResponse, Response
+
+from cllm import (
+    Completion,
+    Engine,
+    FinishReason,
+    InvalidRequestError,
+    ModelInfo,
+    SamplingParams,
+    TokenDelta,
+    TokenStream,
+)
+from cllm.server.answers.answer import AnswerForm, answer
+from cllm.server.answers.chat_call import ChatCall, answer_chat, client_tools_of, hinted
+from cllm.server.answers.infill import Gap, infill_prompt
+from cllm.server.bodies.fields import (
+    NO_LIMIT,
+    Flag,
+    Integer,
+    Messages,
+    Number,
+    Objects,
+    Text,
+    Texts,
+    sampling_fields,
+)
+from cllm.server.bodies.schemas import HARMLESS, Body, Queued, lenient, sampling_of
+from cllm.server.http.body import SafeRoute
+from cllm.server.http.problems import Problem, invalid
+from cllm.server.http.replies import Event, Reply, Writer
+from cllm.server.routes.loras import loras_of
+from cllm.server.state import ServerState, log_request, request_id_of, state_of
+
+router: APIRouter = APIRouter(prefix="/api", route_class=SafeRoute, tags=["Ollama"])
+
+VERSION = "0.13.0"  # of Ollama, whose API this is
+LATEST = ":latest"  # the tag that clients add to a name without one
+LOADING = dict.fromkeys(("total_duration", "load_duration"), 0)
+
+
+class _OptionFields(Body):
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {
+        "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "use_mmap",
+        "use_mlock", "numa", "vocab_only", "f16_kv", "logits_all", "embedding_only", "penalize_newline",
+        "tfs_z", "draft_num_predict",
+    }  # fmt: skip
+
+    num_predict: Integer | None = None
+
+
+OllamaOptions: Any = create_model("OllamaOptions", __base__=_OptionFields, **sampling_fields())
+
+
+class _OllamaFields(Queued):
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"shift"}
+
+    model: Text
+    stream: Flag = True
+    options: OllamaOptions | None = None
+    timeout: Number | None = None
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """See `Queued`."""
+        return {**super().turn, "timeout": self.timeout}
+
+
+class _AnswerFields(_OllamaFields):
+    format: Text | dict[str, Any] | None = None
+    think: Flag | Text | None = None
+
+
+class OllamaChatBody(_AnswerFields):
+    """`POST /api/chat`."""
+
+    messages: Messages = Field(default_factory=list)
+    tools: Objects | None = None
+
+
+class OllamaGenerateBody(_AnswerFields):
+    """`POST /api/generate`."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"template": ("",), "context": ([],)}
+
+    prompt: Text = ""
+    suffix: Text = ""
+    system: Text = ""
+    raw: Flag = False
+    images: Texts = Field(default_factory=list)
+
+
+class OllamaEmbedBody(_OllamaFields):
+    """`POST /api/embed`."""
+
+    input: Text | Texts
+    truncate: Flag = True
+    dimensions: Integer | None = None
+
+
+class OllamaEmbeddingsBody(_OllamaFields):
+    """`POST /api/embeddings`."""
+
+    prompt: Text = ""
+
+
+class OllamaShowBody(Body):
+    """`POST /api/show`."""
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"verbose", "system", "template", "options"}
+
+    model: Text | None = None
+    name: Text | None = None
+
+
+# --- Answers ---------------------------------------------------------------------------------
+@router.post("/chat", summary="Answer a chat, as Ollama does")
+async def chat(body: OllamaChatBody, request: Request) -> Response:
+    """Answer a chat; without messages, say that the model is loaded."""
+    state, request_id = state_of(request), request_id_of(request)
+    form = OllamaForm(body.model, is_chat=True)
+    if not body.messages:
+        return JSONResponse(form.loaded())
+    options = {"tools": client_tools_of(body.tools).choice(None)[0], **_thinking(body.think)}
+    call = await _call(state, body, _messages(body.messages), options)
+    log_request(state, request_id, body.messages)
+    observation = state.observation(request, "chat", call.params)
+    return answer_chat(state, call, form, observation, request_id, is_streamed=body.stream)
+
+
+@router.post("/generate", summary="Complete a prompt, as Ollama does")
+async def generate(body: OllamaGenerateBody, request: Request) -> Response:
+    """Answer a prompt as a chat of one message; with `raw` or `suffix`, continue it or fill in text.
+
+    Without a prompt, say that the model is loaded.
+    """
+    state, request_id = state_of(request), request_id_of(request)
+    engine = state.serving
+    form = OllamaForm(body.model, is_chat=False)
+    if not (body.prompt or body.images):
+        return JSONResponse(form.loaded())
+    log_request(state, request_id, body.prompt)
+    if not (body.raw or body.suffix) and engine.model.chat_template is not None:
+        message = {"role": "user", "content": body.prompt, "images": body.images}
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        call = await _call(state, body, _messages([*system, message]), _thinking(body.think))
+        observation = state.observation(request, "text_completion", call.params)
+        return answer_chat(state, call, form, observation, request_id, is_streamed=body.stream)
+    if body.images:
+        raise invalid("images", "are for a model with a chat template, and not for raw or suffix")
+    prompt = await _filled(engine, body) if body.suffix else body.prompt
+    params = _params(state, body)
+    lora = loras_of(engine, None, body.model.removesuffix(LATEST))
+
+    def open_streams(engine_id: str) -> list[TokenStream]:
+        return [
+            engine.stream(
+                prompt, params, lora=lora, parse_special=True, request_id=engine_id, **body.turn
+            )
+        ]
+
+    observation = state.observation(request, "text_completion", params)
+    return answer(state, form, open_streams, observation, request_id, is_streamed=body.stream)
+
+
+async def _filled(engine: Engine, body: OllamaGenerateBody) -> Any:
+    if (fim := engine.model.fim) is None:
+        raise Problem(400, f"{body.model!r} does not support insert", param="suffix")
+
+    async def tokenize(text: str) -> list[int]:
+        return await engine.tokenize(text, add_special=False) if text else []
+
+    gap = Gap(body.prompt, body.suffix, [], "")
+    return await infill_prompt(gap, fim, tokenize, max(1, engine.model.n_ctx - 1))
+
+
+async def _call(
+    state: ServerState, body: _AnswerFields, messages: list[Any], options: dict[str, Any]
+) -> ChatCall:
+    engine = state.serving
+    scheduling = {**body.turn, "lora": loras_of(engine, None, body.model.removesuffix(LATEST))}
+    call = ChatCall(messages, await hinted(engine, options), _params(state, body), scheduling)
+    return await call.with_images(state.fetcher)
+
+
+def _params(state: ServerState, body: _AnswerFields) -> SamplingParams:
+    changes: dict[str, Any] = {}
+    n_max = None if body.options is None else body.options.num_predict
+    if n_max is not None:
+        changes["max_tokens"] = NO_LIMIT if n_max < 0 else n_max
+    if body.format == "json":
+        changes["json_schema"] = lenient({"type": "object"})
+    elif isinstance(body.format, dict):
+        changes["json_schema"] = lenient(body.format)
+    elif body.format:
+        raise invalid("format", 'must be "json" or a schema')
+    given = OllamaOptions() if body.options is None else body.options
+    try:
+        return sampling_of(given, state.serving.sampling_defaults, **changes)
+    except InvalidRequestError as error:
+        names = {"max_tokens": "options.num_predict", "json_schema": "format"}
+        field = names.get(error.field, f"options.{error.field}")
+        raise type(error)(field, error.value, error.limit) from None
+
+
+def _thinking(think: bool | str | None) -> dict[str, Any]:
+    """Return the options of a chat for a `think`: a switch, or an effort."""
+    if isinstance(think, bool):
+        return {"chat_template_kwargs": {"enable_thinking": think}}
+    return {"reasoning_effort": think or None}
+
+
+def _messages(given: Sequence[Any]) -> list[Any]:
+    """Return the messages in OpenAI's form.
+
+    A result belongs to the first open call of the tool that it names, or else to the first open call.
+    """
+    messages: list[Any] = []
+    open_calls: deque[tuple[str, object]] = deque()
+    for i, message in enumerate(given):
+        if not isinstance(message, Mapping):
+            messages.append(message)  # the engine rejects it
+            continue
+        said = {k: v for k, v in message.items() if k in ("role", "content", "name")}
+        if message.get("images"):
+            said["content"] = _with_images(f"messages[{i}]", message)
+        if message.get("thinking"):
+            said["reasoning_content"] = message["thinking"]
+        if calls := message.get("tool_calls"):
+            said["tool_calls"] = _calls(f"messages[{i}].tool_calls", calls, len(messages))
+            for call in said["tool_calls"]:
+                open_calls.append((call["id"], call["function"].get("name")))
+        elif message.get("role") == "tool" and open_calls:
+            name = message.get("tool_name", message.get("name"))
+            found = next((call for call in open_calls if call[1] == name), open_calls[0])
+            open_calls.remove(found)
+            said["tool_call_id"] = found[0]
+        messages.append(said)
+    return messages
+
+
+def _with_images(field: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    images = message["images"]
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise invalid(f"{field}.images", "must be a list of images in base64")
+    parts = [{"type": "image", "source": {"type": "base64", "data": image}} for image in images]
+    return [*parts, {"type": "text", "text": message.get("content") or ""}]
+
+
+def _calls(field: str, calls: object, number: int) -> list[dict[str, Any]]:
+    made = []
+    for k, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise invalid(f"{field}[{k}].function", "must be an object")
+        wanted = {name: function[name] for name in ("name", "arguments") if name in function}
+        made.append({"id": f"call_{number}_{k}", "type": "function", "function": wanted})
+    return made
+
+
+class OllamaForm(AnswerForm):
+    """Form of the answers of `/api/chat` and `/api/generate`."""
+
+    prompt_field = "messages"
+    has_lines = True
+
+    def __init__(self, model: str, *, is_chat: bool) -> None:
+        self._model = model
+        self._is_chat = is_chat
+
+    def loaded(self) -> dict[str, Any]:
+        """Return the answer to a request without a prompt."""
+        return self._chunk("", done=True, done_reason="load")
+
+    def ping(self) -> Event:
+        """See `AnswerForm`."""
+        return None, self._chunk("")
+
+    def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        if delta.text or delta.reasoning:
+            yield None, self._chunk(delta.text, delta.reasoning)
+
+    def end(self, done: Sequence[Completion]) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        if done[0].tool_calls:
+            yield None, self._chunk("", calls=done[0])
+        yield None, self._chunk("", **_account(done[0]))
+
+    def failed(self, problem: Problem) -> Iterator[Event]:
+        """See `AnswerForm`."""
+        yield None, {"error": str(problem)}
+
+    def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """See `AnswerForm`."""
+        (one,) = done
+        return self._chunk(one.text, one.reasoning, one, **_account(one))
+
+    def _chunk(
+        self, text: str, thinking: str = "", calls: Completion | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        said: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls is not None and calls.tool_calls:
+            said["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "function": {
+                        "index": i,
+                        "name": call.name,
+                        "arguments": _object(call.arguments),
+                    },
+                }
+                for i, call in enumerate(calls.tool_calls)
+            ]
+        if self._is_chat:
+            said = {"message": {"role": "assistant", "content": text, **said}}
+        else:
+            said = {"response": text, **said}
+        return {"model": self._model, "created_at": _now(), **said, **({"done": False} | fields)}
+
+
+def _object(arguments: str) -> Any:
+    """Return the arguments of a call as an object; their text if they were cut off."""
+    try:
+        return json.loads(arguments) if arguments else {}
+    except ValueError:
+        return {"_cut_off": arguments}
+
+
+def _account(done: Completion) -> dict[str, Any]:
+    """Return the reason of the end, and tokens and times of an answer."""
+    timings, usage = done.timings, done.usage
+    has_ended = done.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+    return {
+        "done": True,
+        "done_reason": "stop" if has_ended else "length",
+        "total_duration": _ns(timings.total_s),
+        "load_duration": 0,
+        "prompt_eval_count": usage.n_prompt,
+        "prompt_eval_duration": _ns(timings.prefill_s),
+        "eval_count": usage.n_output,
+        "eval_duration": _ns(timings.decode_s),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+# --- Vectors ---------------------------------------------------------------------------------
+@router.post("/embed", summary="The vectors of texts, as Ollama has it")
+async def embed(body: OllamaEmbedBody, request: Request) -> Response:
+    """Return one vector of length 1 for each text."""
+    state = state_of(request)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    log_request(state, request_id_of(request), texts)
+
+    async def produce(writer: Writer) -> None:
+        found = await state.serving.embeddings(
+            texts,
+            dimensions=body.dimensions,
+            truncate=body.truncate,
+            timeout=body.timeout,
+            priority=body.priority,
+        )
+        told = {
+            "model": body.model,
+            "embeddings": found.vectors.tolist(),
+            **LOADING,
+            "prompt_eval_count": sum(found.n_tokens),
+        }
+        await writer.json(lambda: told, is_long=len(texts) > 1)
+
+    return Reply(produce)
+
+
+@router.post("/embeddings", summary="The vector of a text, as Ollama had it")
+async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
+    """Return the vector of one text; empty for an empty text."""
+    state = state_of(request)
+    log_request(state, request_id_of(request), body.prompt)
+
+    async def produce(writer: Writer) -> None:
+        vector: list[float] = []
+        if body.prompt:
+            found = await state.serving.embeddings(
+                [body.prompt], timeout=body.timeout, priority=body.priority, truncate=True
+            )
+            vector = found.vectors[0].tolist()
+        await writer.json(lambda: {"embedding": vector})
+
+    return Reply(produce)
+
+
+# --- The model -------------------------------------------------------------------------------
+@router.get("/version", summary="The version of Ollama's API")
+async def version() -> dict[str, str]:
+    """Return the version of Ollama whose API this is."""
+    return {"version": VERSION}
+
+
+@router.get("/tags", summary="The models, as Ollama lists them")
+async def tags(request: Request) -> dict[str, Any]:
+    """Return the model in a list."""
+    state = state_of(request)
+    return {"models": [listed(state.model_name, state.serving.model)]}
+
+
+@router.get("/ps", summary="The loaded models, as Ollama lists them")
+async def ps(request: Request) -> dict[str, Any]:
+    """Return the model in a list."""
+    state = state_of(request)
+    return {"models": [running(state.model_name, state.serving.model)]}
+
+
+@router.post("/show", summary="The properties of the model, as Ollama has them")
+async def show(body: OllamaShowBody, request: Request) -> dict[str, Any]:
+    """Return the chat template, the abilities and the sizes of the model."""
+    engine = state_of(request).serving
+    model = engine.model
+    abilities = await engine.template_abilities() if model.chat_template is not None else None
+    has = {
+        "completion": model.generates,
+        "embedding": not model.generates,
+        "insert": model.fim is not None,
+        "vision": "image" in model.modalities,
+        "audio": "audio" in model.modalities,
+        "tools": abilities is not None and abilities.tools,
+        "thinking": abilities is not None and abilities.thinking,
+    }
+    defaults = "\n".join(f"{name} {value}" for name, value in engine.sampling_defaults.items())
+    return {
+        "modelfile": f"FROM {model.path}",
+        "parameters": defaults,
+        "template": model.chat_template or "",
+        "details": _details(model),
+        "model_info": {
+            "general.architecture": model.architecture,
+            "general.basename": model.name,
+            "general.parameter_count": model.n_params,
+            f"{model.architecture}.block_count": model.n_layer,
+            f"{model.architecture}.context_length": model.n_ctx,
+            f"{model.architecture}.embedding_length": model.n_embd,
+            f"{model.architecture}.vocab_size": model.n_vocab,
+        },
+        "capabilities": [name for name, is_there in has.items() if is_there],
+        "modified_at": _modified_at(model.path),
+    }
+
+
+def listed(name: str, model: ModelInfo) -> dict[str, Any]:
+    """Return a model as `/api/tags` lists it."""
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _modified_at(model.path),
+        "size": model.size_bytes,
+        "digest": sha256(model.state_key.encode()).hexdigest(),
+        "details": _details(model),
+    }
+
+
+def running(name: str, model: ModelInfo) -> dict[str, Any]:
+    """Return a loaded model as `/api/ps` lists it."""
+    told = listed(name, model)
+    del told["modified_at"]
+    size = {"size_vram": model.size_bytes if model.devices else 0, "context_length": model.n_ctx}
+    return {**told, "expires_at": "9999-12-31T23:59:59Z", **size}
+
+
+def _details(model: ModelInfo) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": model.architecture,
+        "families": [model.architecture],
+        "parameter_size": f"{model.n_params / 1e9:.2f}B"
+        if model.n_params >= 1e9
+        else f"{model.n_params / 1e6:.2f}M",
+        "quantization_level": _quantization(model),
+    }
+
+
+def _quantization(model: ModelInfo) -> str:
+    """Return the type of the weights: the end of llama.cpp's description, as in "qwen3 0.6B Q4_K - Medium"."""
+    return model.description.partition(f"{model.architecture} ")[2].partition(" ")[2] or "unknown"
+
+
+def _modified_at(path: str) -> str:
+    try:
+        seconds = Path(path).stat().st_mtime
+    except OSError:  # the file was removed after it was loaded
+        seconds = 0.0
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
