@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +40,8 @@ def serve(
 ) -> int:
     """Serve a model over HTTP: /generate, OpenAI's endpoints, /docs."""
     # Child processes must not inherit the key.
-    os.environ.pop("CLLM_API_KEY", None)
+    for name in ("CLLM_API_KEY", "CLLM_ADMIN_KEY"):
+        os.environ.pop(name, None)
     process = bool(engine.given.get("process", can_pass_descriptors()))
     config = server.config()
     # While this process imports the server, that of the engine imports the engine.
@@ -66,9 +68,9 @@ def serve(
             settings = engine.config(**options)
         configure_logging()
         try:
-            listener = listen(config.host, config.port)
+            listener = listen(config)
         except OSError as error:
-            where = f"{config.host}:{config.port}"
+            where = config.uds or f"{config.host}:{config.port}"
             raise CllmError(f"cannot listen on {where}: {error.strerror or error}") from None
         with listener:
             if config.is_open_to_the_network:
@@ -78,14 +80,25 @@ def serve(
                 )
             name = ", ".join(models) or (settings.model_path if fake is None else fake).name
             is_toy = settings.model is None and fake is None
-            address = f"http://{config.shown_host}:{listener.getsockname()[1]}"
-            return run(
-                settings, config, listener, partial(_announce, name, address, is_toy), make_app
-            )
+            announce = partial(_announce, name, _address(config, listener), is_toy, config.page)
+            return run(settings, config, listener, announce, make_app)
 
 
-def _announce(name: str, address: str, is_toy: bool) -> None:
-    print(f"cllm: {name} at {address} (docs at {address}/docs)", file=sys.stderr, flush=True)
+def _address(config: Any, listener: socket.socket) -> str:
+    """Return the address for a browser, or the path of a Unix socket."""
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    return f"{scheme}://{config.shown_host}:{listener.getsockname()[1]}{config.root_path}"
+
+
+def _announce(name: str, address: str, is_toy: bool, has_page: bool) -> None:
+    page = f"page at {address}/, " if has_page else ""
+    text = f"{name} at {address} ({page}docs at {address}/docs)"
+    if os.environ.get("CLLM_LOG_FORMAT") == "json":
+        logger.info("%s", text)
+    else:
+        print(f"cllm: {text}", file=sys.stderr, flush=True)
     if is_toy:
         logger.info("%s", TOY)
 

@@ -18,6 +18,7 @@ from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart, make_engine
 from cllm.server.http.limits import STATIC_URL, HeadAsGet, Limits, OtherPaths
 from cllm.server.http.problems import RESPONSES, Problem, answer_problem
+from cllm.server.operation.access import AccessLog
 from cllm.server.operation.metrics import AnswerCounter
 from cllm.server.routes import (
     embeddings,
@@ -167,6 +168,7 @@ def add_guards(
     """
     unknown = config.n_body_bytes_max(N_CTX_UNKNOWN, takes_media=True)
     app.add_middleware(Limits, config=config, n_bytes_max=n_bytes_max or (lambda: unknown))
+    app.add_middleware(AccessLog)
     if config.cors_origins:
         # Outside `Limits`: browsers send no key with a preflight, and pages may read rejections.
         app.add_middleware(

@@ -6,14 +6,30 @@ import ipaddress
 from dataclasses import dataclass, replace
 
 from cllm.checks import INT32_MAX, ErrorType
+from cllm.errors import InvalidArgumentError
 from cllm.sampling_limits import MAX_LOGPROBS
-from cllm.settings import boolean, check_settings, integer, nonblank, number, setting, texts
+from cllm.settings import (
+    boolean,
+    check_settings,
+    file_path,
+    integer,
+    nonblank,
+    number,
+    setting,
+    texts,
+)
 
 MIN_S, MAX_S = 0.001, 1e6  # of timeouts, in seconds
 
 
 def _host_names(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
     return tuple(each.lower() for each in texts(name, given, error))
+
+
+def _root_path(name: str, given: object, error: ErrorType) -> str:
+    if not isinstance(given, str) or (given and not given.startswith("/")) or "?" in given:
+        raise error(name, given, "empty, or a path that begins with /")
+    return given.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +46,16 @@ class ServerConfig:
         no dot, or ends in `.local` or the like.  A web page thus cannot use a name of its own (DNS rebinding).
     port : int
         Port to listen on; 0 takes a free one.
+    uds : str, optional
+        Unix socket to listen on, in place of host and port.  Its permissions follow the umask.
+    ssl_certfile, ssl_keyfile : str, optional
+        PEM files of a certificate and of its key: the server speaks HTTPS.  The certificate's file may hold the key.
+    root_path : str
+        Path under which a proxy serves this server, such as /llm; the proxy removes it from requests.
     api_key : str, optional
         Key that clients send as a bearer token.  `/health`, the other probes and `/docs` need none.
+    admin_key : str, optional
+        Key of `POST /admin/reload`; without one, there is no such route.
     model_name : str, optional
         Name of the model for clients; by default that of the file.
     image_hosts : tuple of str
@@ -90,7 +114,12 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", nonblank)
     port: int = setting(18081, integer(0, 65535))
+    uds: str | None = setting(None, file_path, is_optional=True)
+    ssl_certfile: str | None = setting(None, file_path, is_optional=True)
+    ssl_keyfile: str | None = setting(None, file_path, is_optional=True)
+    root_path: str = setting("", _root_path)
     api_key: str | None = setting(None, nonblank, is_secret=True)
+    admin_key: str | None = setting(None, nonblank, is_secret=True)
     model_name: str | None = setting(None, nonblank, "--model-name -a --alias")
     image_hosts: tuple[str, ...] = setting((), _host_names, "--image-host")
     allowed_hosts: tuple[str, ...] = setting((), _host_names, "--allowed-host")
@@ -120,6 +149,10 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise InvalidArgumentError(
+                "ssl_keyfile", self.ssl_keyfile, "left out without ssl_certfile"
+            )
 
     def n_messages_max(self, n_ctx: int) -> int:
         """Return how many messages a chat may have."""
@@ -143,7 +176,7 @@ class ServerConfig:
     @property
     def is_open_to_the_network(self) -> bool:
         """True if machines other than this one may use the server without a key."""
-        return self.api_key is None and not is_loopback(self.host)
+        return self.api_key is None and self.uds is None and not is_loopback(self.host)
 
 
 def is_loopback(name: str) -> bool:

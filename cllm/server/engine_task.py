@@ -10,9 +10,10 @@ import anyio
 from anyio.lowlevel import current_token
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm import CllmError, ClosedError, Engine, EngineConfig, EngineFailedError
+from cllm import CllmError, ClosedError, Engine, EngineConfig, EngineFailedError, FinishReason
 from cllm.server.http.limits import is_file, is_open
 from cllm.server.http.problems import route_path
+from cllm.server.operation.supervisor import notify
 from cllm.server.state import ServerState
 
 logger: logging.Logger = logging.getLogger("cllm.server")
@@ -77,8 +78,10 @@ class EngineTask:
                 state.engine = engine
                 logger.info("serving %s", engine.config.model_path.name)
                 self.load_ended.set()
+                notify("READY=1")
                 await self._until_stopping(engine)
-                await engine.drain(state.config.drain_timeout_s)
+                notify("STOPPING=1")
+                await _drain(engine, state.config.drain_timeout_s)
                 if finished is not None:
                     await finished.wait()  # clients may not have read the last answers yet
         except Exception as error:
@@ -126,6 +129,20 @@ class EngineTask:
             import trio
 
             trio.lowlevel.spawn_system_task(self.run)
+
+
+async def _drain(engine: Engine, timeout_s: float) -> None:
+    """Let the requests of the engine finish, and log how that goes."""
+    before = engine.statistics()
+    n_open = before.n_running + before.n_waiting
+    if n_open:
+        logger.info("draining: %d requests may finish within %g s", n_open, timeout_s)
+    started_at = anyio.current_time()
+    await engine.drain(timeout_s)
+    finished = engine.statistics().n_finished
+    n_cancelled = finished[FinishReason.CANCELLED] - before.n_finished[FinishReason.CANCELLED]
+    seconds = anyio.current_time() - started_at
+    logger.info("drained in %.1f s, %d requests were cancelled", seconds, n_cancelled)
 
 
 async def _warm_up(engine: Engine) -> None:

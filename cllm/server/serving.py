@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
+import logging
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,7 +31,10 @@ from cllm.server.http.protocol import WireLimits, protocol_with
 from cllm.shared_libraries import c_library
 from cllm.system import raise_descriptor_limit
 
+logger: logging.Logger = logging.getLogger("cllm.server")
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not on Windows
 # After `drain_timeout_s`, the drain cancels the running requests.  uvicorn's limit comes so many
 # seconds later, as it cuts answers off.
 MARGIN_S = 5
@@ -64,16 +73,23 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                root_path=config.root_path,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
             )
         )
         self.heard: list[int] = []
-        self._on_shutdown = app.state.server.stop
+        self._reloading: asyncio.Task[None] | None = None
+        self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._state = app.state.server
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         with super().capture_signals():
             for number in self.heard:
                 self.handle_exit(number, None)
+            if HANGUP is not None and threading.current_thread() is threading.main_thread():
+                asyncio.get_running_loop().add_signal_handler(HANGUP, self._on_hangup)
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,23 +98,55 @@ class Server(uvicorn.Server):
             listener.listen(BACKLOG)  # again: asyncio has set the backlog to `N_AT_ONCE`
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._on_shutdown()
+        self._state.stop()
         await super().shutdown(sockets)
 
+    def _on_hangup(self) -> None:
+        """Begin to read the model again, unless that has begun; end if the terminal was closed."""
+        if self._has_terminal:
+            self.handle_exit(signal.SIGTERM, None)
+        elif self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.get_running_loop().create_task(self._reload_quietly())
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket whose connections send without delay.
+    async def _reload_quietly(self) -> None:
+        try:
+            await self._state.reload()
+        except Exception as error:  # the present model goes on
+            logger.error("the model is not reloaded: %s", error)
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Return a listening socket: of `uds`, or of `host` and `port` with connections that send without delay.
 
     Raises
     ------
     OSError
         The address is in use or invalid, or the host name cannot be resolved.
     """
+    if config.uds is not None:
+        return _listen_on_path(config.uds)
+    host, port = config.host, config.port
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     # asyncio sets this only on sockets that it has made.  Otherwise an event waits for the client's
     # acknowledgement of the event before, up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _listen_on_path(path: str) -> socket.socket:
+    """Return a listening Unix socket; the file of a server that has ended is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(path) == errno.ECONNREFUSED:
+                    Path(path).unlink()
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
@@ -133,6 +181,8 @@ def serve(
     heard: list[int] = []
     for number in SIGNALS:
         signal.signal(number, lambda number, _: heard.append(number))
+    if HANGUP is not None:  # until there is a model that can be read again
+        signal.signal(HANGUP, signal.SIG_IGN)
     announce()
 
     def on_failed() -> None:

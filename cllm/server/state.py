@@ -17,6 +17,7 @@ from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
 from cllm.server.http.fetching import ImageFetcher, Network
 from cllm.server.http.problems import shutting_down, too_many_messages, unavailable
+from cllm.server.operation.access import Access
 from cllm.server.operation.latest_frame import LatestFrame
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.tracing import Tracing
@@ -79,6 +80,24 @@ class ServerState:
             yield unique
         finally:
             self._ids.discard(unique)
+
+    async def reload(self) -> float:
+        """Read the model again beside the present one, and return the seconds that it took.
+
+        Requests that run finish with the old model; new ones use the new one.
+
+        Raises
+        ------
+        Problem
+            As `serving` raises it.
+        CllmError, anyio.BusyResourceError
+            As `Engine.reload` raises them; the present model goes on.
+        """
+        started_at = time.monotonic()
+        await self.serving.reload()
+        seconds = time.monotonic() - started_at
+        logger.info("reloaded %s in %.1f s", self.serving.config.model_path.name, seconds)
+        return seconds
 
     def stop(self) -> None:
         """Reject new requests, and let the engine finish the present ones."""
@@ -144,6 +163,9 @@ class ServerState:
 
     def observation(self, request: Request, operation: str, params: SamplingParams) -> Observation:
         """Return the metrics and the trace for a request with these sampling parameters."""
+        access: Access | None = request.scope["state"].get("access")
+        if access is not None:
+            access.model = self.model_name
         return Observation(
             metrics=self.metrics,
             tracing=self.tracing,
@@ -151,6 +173,7 @@ class ServerState:
             operation=operation,
             model=self.model_name,
             params=params,
+            access=access,
         )
 
 

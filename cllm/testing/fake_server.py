@@ -261,10 +261,10 @@ def fake_server(rules: object = ()) -> Iterator[FakeServer]:
     rules : object
         A list of mappings, a mapping with `rules`, or one from questions to answers; see `FakeRules.of`.
     """
-    config = ServerConfig(drain_timeout_s=DRAIN_S)
+    config = ServerConfig(port=0, drain_timeout_s=DRAIN_S)
     app = create_fake_app(FakeRules.of(rules), config=config)
     server = Server(app, config)
-    with listen("127.0.0.1", 0) as listener:
+    with listen(config) as listener:
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:

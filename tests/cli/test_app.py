@@ -15,7 +15,7 @@ import cllm
 from cllm.bindings import find_library
 from cllm.cli.app import command_line
 from cllm.engine.config import EMBEDDED_MODEL
-from cllm.server import serving
+from cllm.server import ServerConfig, serving
 from cllm.server.operation import logs
 from tests.cli.children import Terminal, run_cllm
 from tests.conftest import some_in_fast
@@ -125,7 +125,7 @@ def test_defaults_are_shown_as_they_are_typed(command: str) -> None:
 def test_a_server_that_the_network_may_use_without_a_key_says_so(
     options: tuple[str, ...], is_warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "listen", lambda host, port: serving_listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "listen", lambda _: serving_listen(ServerConfig(port=0)))
     monkeypatch.setattr(serving, "serve", lambda *_: 0)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)  # of this process
     monkeypatch.delenv("CLLM_API_KEY", raising=False)

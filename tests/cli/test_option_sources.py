@@ -32,7 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
         found.append((engine, server))
         return 0
 
-    monkeypatch.setattr(serving, "listen", lambda host, port: listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "listen", lambda _: listen(ServerConfig(port=0)))
     monkeypatch.setattr(serving, "serve", note)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)
     return found
@@ -177,7 +177,7 @@ def test_models_with_names_are_served_side_by_side(
         made.append(make_app(engine, server, on_failed=lambda: None).state.server)
         return 0
 
-    monkeypatch.setattr(serving, "listen", lambda host, port: listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "listen", lambda _: listen(ServerConfig(port=0)))
     monkeypatch.setattr(serving, "serve", note)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)
     assert serve("-m", "a=x.gguf", "-m", "b=hub/y.gguf", "--max-models", "1", "-c", "512") == 0

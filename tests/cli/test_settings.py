@@ -87,7 +87,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
         return 0
 
     listen = serving.listen
-    monkeypatch.setattr(serving, "listen", lambda host, port: listen("127.0.0.1", 0))
+    monkeypatch.setattr(serving, "listen", lambda _: listen(ServerConfig(port=0)))
     monkeypatch.setattr(serving, "serve", note)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)
     monkeypatch.setattr("cllm.cli.options.find_model", Path)

@@ -52,7 +52,7 @@ def test_ollama_sends_images_and_formats(client: ollama.Client) -> None:
     said = client.generate(model="m", prompt="What?", images=[picture]).response
     assert said == "I see 1."
     told = client.generate(model="m", prompt="user: JSON", format="json", keep_alive="5m")
-    assert json.loads(told.response)["city"] == "Paris"
+    assert json.loads(told.response or "")["city"] == "Paris"
 
 
 def test_ollama_computes_vectors(client: ollama.Client) -> None:
@@ -81,7 +81,7 @@ def test_ollama_shows_errors_as_texts(client: ollama.Client) -> None:
 async def test_ollama_streams_over_asyncio(base_url: str) -> None:
     said = ""
     async for part in await ollama.AsyncClient(host=base_url).generate("m", "Hello", stream=True):
-        said += part.response
+        said += part.response or ""
     assert said == "Hello!"
 
 

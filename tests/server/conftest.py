@@ -85,6 +85,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*command, *options],
                 cwd=ROOT,
+                stdin=subprocess.DEVNULL,
                 stderr=log,
                 # These log lines have the pid of the engine's process and the end of each request.
                 env={**os.environ, "CLLM_LOG_LEVEL": "debug", **(environment or {})},
@@ -117,7 +118,7 @@ class Server:
         assert "Traceback" not in self.log, self.log[-4000:]
 
     def _find_url(self) -> str | None:
-        found = re.search(r"^cllm: .* at (http://\S+) ", self.log, re.MULTILINE)
+        found = re.search(r"^(?:cllm: |\{).*? at ((?:https?|unix):\S+) ", self.log, re.MULTILINE)
         if found is None:
             assert self.process.poll() is None, self.log
         return found and found[1]

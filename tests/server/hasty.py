@@ -21,7 +21,7 @@ def main() -> int:
     engine: dict[str, Any] = settings.pop("engine", {})
     config = ServerConfig(port=0, **settings)
     configure_logging()
-    with listen(config.host, config.port) as listener:
+    with listen(config) as listener:
         if n_send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, n_send_buffer)
         url = f"http://{config.host}:{listener.getsockname()[1]}"

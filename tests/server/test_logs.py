@@ -16,14 +16,18 @@ from tests.server.conftest import running
 
 @pytest.mark.full
 def test_every_line_is_an_object_where_programs_read_them(tmp_path: Path) -> None:
-    """But for the address, which is there before the log."""
     with running(tmp_path / "log", environment={"CLLM_LOG_FORMAT": "json"}) as server:
         assert server.generate("1+1=").json()["text"] == "2"
         assert server.stop() == 0
-        address, *lines = server.log.splitlines()
-    assert address.startswith("cllm: ")
-    said = [json.loads(line) for line in lines]
+        said = [json.loads(line) for line in server.log.splitlines()]
     assert {"time", "level", "logger", "message"} == set(said[0])
+    assert " at http://127.0.0.1:" in said[0]["message"]
+    (access,) = [
+        line for line in said if line["logger"] == "cllm.access" and line["level"] == "info"
+    ]
+    assert (access["path"], access["status"], access["model"]) == ("/generate", 200, "cllm-tiny")
+    assert access["output_tokens"] > 0
+    assert access["total_ms"] >= access["first_ms"] >= access["queued_ms"] >= 0
     assert any(line["message"] == "serving cllm-tiny.gguf" for line in said)
     assert any(": cleared KV cache" in line["message"] for line in said)
 

@@ -20,6 +20,7 @@ from cllm import (
     TokenDelta,
     TokenStream,
 )
+from cllm.server.operation.access import Access
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.tracing import Tracing
 
@@ -49,6 +50,7 @@ class Observation:
     operation: str
     model: str
     params: SamplingParams
+    access: Access | None = None
 
     @contextmanager
     def of(self, stream: TokenStream, started: Started) -> Iterator[Callable[[Completion], None]]:
@@ -67,6 +69,8 @@ class Observation:
                 nonlocal is_finished
                 is_finished = True
                 self.metrics.finished(completion)
+                if self.access is not None:
+                    self.access.finished(completion)
                 if trace is not None:
                     trace.finished(completion)
 

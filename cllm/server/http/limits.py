@@ -25,7 +25,8 @@ PAGE_URL = "/page"
 # Documentation is no secret, and a browser cannot send a key with its first request.
 FILES = frozenset(("/", "/docs", "/openapi.json"))
 FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
-OPEN_PATHS = frozenset(("/health", "/v1/health", "/healthz", "/readyz", "/livez"))
+ADMIN_PATH = "/admin/reload"  # has a key of its own
+OPEN_PATHS = frozenset(("/health", "/v1/health", "/healthz", "/readyz", "/livez", ADMIN_PATH))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER, HEADER_OF_ANTHROPIC = "x-request-id", "request-id"
 LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")
@@ -90,13 +91,7 @@ class Limits:
             message = f"origin: {origin[:80]!r} may not use this server; see --cors-origin"
             raise Problem(403, message, param="origin")
         if self._key is not None and not is_open(route_path(scope)):
-            # As the bytes that came: `compare_digest` refuses text that is not ASCII.
-            scheme, _, token = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer":
-                token = headers.get("x-api-key", "")  # what Anthropic's clients send
-            if not hmac.compare_digest(token.strip().encode("latin-1"), self._key):
-                headers_out = {"WWW-Authenticate": "Bearer"}
-                raise Problem(401, "the API key is missing or wrong", headers=headers_out)
+            check_key(headers, self._key, "API key")
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise Problem(400, f"content-encoding: {encoding[:40]!r} is not supported")
@@ -243,6 +238,17 @@ def with_known_path(scope: Scope, known: frozenset[str]) -> Scope:
                 whole = scope.get("root_path", "") + other
                 return {**scope, "path": whole, "raw_path": whole.encode()}
     return scope
+
+
+def check_key(headers: Headers, key: bytes, what: str) -> None:
+    """Raise `Problem` (401) if the headers of a request do not have the key."""
+    # As the bytes that came: `compare_digest` refuses text that is not ASCII.
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        token = headers.get("x-api-key", "")  # what Anthropic's clients send
+    if not hmac.compare_digest(token.strip().encode("latin-1"), key):
+        headers_out = {"WWW-Authenticate": "Bearer"}
+        raise Problem(401, f"the {what} is missing or wrong", headers=headers_out)
 
 
 def is_open(path: str) -> bool:

@@ -58,7 +58,8 @@ class LingeringTransport:
         self.is_lingering = True
         asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
         with contextlib.suppress(OSError):  # it is reset already
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # TLS cannot
+                self._transport.write_eof()
             self._transport.resume_reading()
 
 
@@ -99,8 +100,9 @@ class PunctualProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(LingeringTransport(transport, self._may_send))  # type: ignore[arg-type]
-        # Writing pauses as soon as the socket takes no more: the write timeout starts then.
-        transport.set_write_buffer_limits(high=0)
+        # Writing pauses as soon as the socket takes no more: the write timeout starts then.  With a limit of 0,
+        # a TLS connection would pause at its first write and never resume.
+        transport.set_write_buffer_limits(high=1, low=0)
         if self.limits.connections.add(self):
             self._await_headers()
         else:

@@ -38,7 +38,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter for JSON: one object per record, on one line."""
+    """Formatter for JSON: one object per record, on one line, with the `fields` of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -47,6 +47,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": contained(record.getMessage()),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
 from cllm.server.bodies.fields import MEDIA_MARKER
-from cllm.server.http.problems import RETRY_AFTER_S
+from cllm.server.http.limits import check_key
+from cllm.server.http.problems import RETRY_AFTER_S, Problem
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of
@@ -68,6 +69,20 @@ def _health(request: Request) -> dict[str, Any]:
         if state.is_draining:
             answer = {"status": EngineStatus.DRAINING, "reason": "the server is shutting down"}
     return answer
+
+
+@router.post("/admin/reload", summary="Read the model again, without a gap")
+async def reload(request: Request) -> dict[str, Any]:
+    """Load the model's file beside the present model, and use it for new requests; needs the admin key."""
+    state = state_of(request)
+    if state.config.admin_key is None:
+        raise Problem(404, "there is no --admin-key, and so no reload over HTTP")
+    check_key(request.headers, state.config.admin_key.encode(), "admin key")
+    try:
+        seconds = await state.reload()
+    except anyio.BusyResourceError:
+        raise Problem(409, "the model is being reloaded") from None
+    return {"model": state.model_name, "seconds": round(seconds, 3)}
 
 
 @router.get("/props", summary="The model, its chat template and the abilities of the template")
