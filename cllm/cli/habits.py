@@ -1,4 +1,4 @@
-"""What users of llama.cpp and Ollama type by habit: spellings that cllm takes, and hints for others."""
+"""Habits of users of llama.cpp and Ollama: spellings that cllm takes, and hints for others."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def serve(
         with extra("server"), importing():
             from cllm.server.app import create_app
             from cllm.server.operation.logs import configure_logging
-            from cllm.server.serving import listen
+            from cllm.server.serving import check_certificate, listen
             from cllm.server.serving import serve as run
         # A file that crashes its loader ends only the engine's own process, which needs no preflight.
         options: EngineOptions = {"preflight": False if process else "unseen"}
@@ -67,6 +67,7 @@ def serve(
         else:
             settings = engine.config(**options)
         configure_logging()
+        check_certificate(config)
         try:
             listener = listen(config)
         except OSError as error:
@@ -89,7 +90,7 @@ def _address(config: Any, listener: socket.socket) -> str:
     if config.uds is not None:
         return f"unix:{config.uds}"
     scheme = "http" if config.ssl_certfile is None else "https"
-    return f"{scheme}://{config.shown_host}:{listener.getsockname()[1]}{config.root_path}"
+    return f"{scheme}://{config.shown_host}:{listener.getsockname()[1]}{config.root_path or ''}"
 
 
 def _announce(name: str, address: str, is_toy: bool, has_page: bool) -> None:

@@ -6,7 +6,6 @@ import ipaddress
 from dataclasses import dataclass, replace
 
 from cllm.checks import INT32_MAX, ErrorType
-from cllm.errors import InvalidArgumentError
 from cllm.sampling_limits import MAX_LOGPROBS
 from cllm.settings import (
     boolean,
@@ -27,8 +26,8 @@ def _host_names(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
 
 
 def _root_path(name: str, given: object, error: ErrorType) -> str:
-    if not isinstance(given, str) or (given and not given.startswith("/")) or "?" in given:
-        raise error(name, given, "empty, or a path that begins with /")
+    if not isinstance(given, str) or not given.startswith("/") or "?" in given:
+        raise error(name, given, "a path that begins with /")
     return given.rstrip("/")
 
 
@@ -50,7 +49,7 @@ class ServerConfig:
         Unix socket to listen on, in place of host and port.  Its permissions follow the umask.
     ssl_certfile, ssl_keyfile : str, optional
         PEM files of a certificate and of its key: the server speaks HTTPS.  The certificate's file may hold the key.
-    root_path : str
+    root_path : str, optional
         Path under which a proxy serves this server, such as /llm; the proxy removes it from requests.
     api_key : str, optional
         Key that clients send as a bearer token.  `/health`, the other probes and `/docs` need none.
@@ -117,7 +116,7 @@ class ServerConfig:
     uds: str | None = setting(None, file_path, is_optional=True)
     ssl_certfile: str | None = setting(None, file_path, is_optional=True)
     ssl_keyfile: str | None = setting(None, file_path, is_optional=True)
-    root_path: str = setting("", _root_path)
+    root_path: str | None = setting(None, _root_path)
     api_key: str | None = setting(None, nonblank, is_secret=True)
     admin_key: str | None = setting(None, nonblank, is_secret=True)
     model_name: str | None = setting(None, nonblank, "--model-name -a --alias")
@@ -149,10 +148,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise InvalidArgumentError(
-                "ssl_keyfile", self.ssl_keyfile, "left out without ssl_certfile"
-            )
 
     def n_messages_max(self, n_ctx: int) -> int:
         """Return how many messages a chat may have."""

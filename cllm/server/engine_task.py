@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cllm import CllmError, ClosedError, Engine, EngineConfig, EngineFailedError, FinishReason
 from cllm.server.http.limits import is_file, is_open
 from cllm.server.http.problems import route_path
-from cllm.server.operation.supervisor import notify
 from cllm.server.state import ServerState
 
 logger: logging.Logger = logging.getLogger("cllm.server")
@@ -78,9 +77,7 @@ class EngineTask:
                 state.engine = engine
                 logger.info("serving %s", engine.config.model_path.name)
                 self.load_ended.set()
-                notify("READY=1")
                 await self._until_stopping(engine)
-                notify("STOPPING=1")
                 await _drain(engine, state.config.drain_timeout_s)
                 if finished is not None:
                     await finished.wait()  # clients may not have read the last answers yet

@@ -163,6 +163,19 @@ class ModelPool:
         for model in self.models.values():
             model.app.state.server.stop()
 
+    async def reload(self) -> None:
+        """Read all loaded models again, one after the other.
+
+        Raises
+        ------
+        CllmError, anyio.BusyResourceError
+            See `ServerState.reload`; models that have not been read again go on.
+        """
+        for model in self.models.values():
+            if model.is_loaded:
+                async with self.using(model) as app:
+                    await app.state.server.reload()
+
     @property
     def default(self) -> PooledModel:
         """The first loaded model; the first of all if none is loaded."""

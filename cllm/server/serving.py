@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from cllm import EngineConfig
+from cllm import EngineConfig, InvalidArgumentError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
+from cllm.server.engine_task import EngineTask
 from cllm.server.http.connections import (
     N_AT_ONCE,
     N_DESCRIPTORS,
@@ -28,6 +30,7 @@ from cllm.server.http.connections import (
     n_connections_max,
 )
 from cllm.server.http.protocol import WireLimits, protocol_with
+from cllm.server.operation.supervisor import notify
 from cllm.shared_libraries import c_library
 from cllm.system import raise_descriptor_limit
 
@@ -73,7 +76,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                root_path=config.root_path,
+                root_path=config.root_path or "",
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
             )
@@ -82,6 +85,7 @@ class Server(uvicorn.Server):
         self._reloading: asyncio.Task[None] | None = None
         self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
         self._state = app.state.server
+        self._engine_task: EngineTask | None = getattr(app.state, "engine_task", None)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -96,10 +100,21 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)  # again: asyncio has set the backlog to `N_AT_ONCE`
+        self._readiness = asyncio.get_running_loop().create_task(self._notify_ready())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._readiness.cancel()
+        notify("STOPPING=1")
         self._state.stop()
         await super().shutdown(sockets)
+
+    async def _notify_ready(self) -> None:
+        """Notify the supervisor once the model is loaded; at once if requests load several models."""
+        if self._engine_task is not None:
+            await self._engine_task.load_ended.wait()
+            if self._state.failure is not None:
+                return
+        notify("READY=1")
 
     def _on_hangup(self) -> None:
         """Begin to read the model again, unless that has begun; end if the terminal was closed."""
@@ -132,6 +147,21 @@ def listen(config: ServerConfig) -> socket.socket:
     # acknowledgement of the event before, up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raise `InvalidArgumentError` if the certificate and its key cannot be used."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise InvalidArgumentError("ssl_keyfile", config.ssl_keyfile, "given with ssl_certfile")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile
+        )
+    except OSError as error:  # also ssl.SSLError
+        limit = f"a PEM file of a certificate that fits its key ({error.strerror or error})"
+        raise InvalidArgumentError("ssl_certfile", config.ssl_certfile, limit) from None
 
 
 def _listen_on_path(path: str) -> socket.socket:

@@ -32,7 +32,7 @@ TYPED = {
     "type_k": "q8_0", "type_v": "q8_0", "pooling": "mean", "lora": "n=b.gguf:0.5",
     "tenant_weights": "a=2", "rpc": "127.0.0.1:50052", "max_header_bytes": "400",
     "main_gpu": "3", "split_mode": "row", "override_tensor": "a=CPU", "numa": "isolate", "load_mode": "dio",
-    "tune": "auto",
+    "tune": "auto", "root_path": "/40",
 }  # fmt: skip
 
 
@@ -88,6 +88,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
 
     listen = serving.listen
     monkeypatch.setattr(serving, "listen", lambda _: listen(ServerConfig(port=0)))
+    monkeypatch.setattr(serving, "check_certificate", lambda _: None)
     monkeypatch.setattr(serving, "serve", note)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)
     monkeypatch.setattr("cllm.cli.options.find_model", Path)

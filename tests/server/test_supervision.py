@@ -22,7 +22,7 @@ from cllm import EngineConfig, InvalidArgumentError
 from cllm.server import ServerConfig, create_app
 from cllm.server.operation.access import AccessLog
 from cllm.server.operation.supervisor import notify
-from cllm.server.serving import listen
+from cllm.server.serving import check_certificate, listen
 from cllm.testing import FakeEngine
 from tests.server.conftest import Server, running, wait_until
 
@@ -83,17 +83,27 @@ def test_a_certificate_makes_it_https(tmp_path: Path, certificate: tuple[Path, P
                 assert b"data: [DONE]" in said.read()
 
 
-def test_a_key_without_a_certificate_is_rejected() -> None:
-    with pytest.raises(InvalidArgumentError, match="ssl_keyfile"):
-        ServerConfig(ssl_keyfile="key.pem")
+def test_a_certificate_that_cannot_be_used_is_rejected(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    cert, key = map(str, certificate)
+    check_certificate(ServerConfig())
+    check_certificate(ServerConfig(ssl_certfile=cert, ssl_keyfile=key))
+    for wrong, field in (
+        (ServerConfig(ssl_keyfile=key), "ssl_keyfile"),
+        (ServerConfig(ssl_certfile=cert), "ssl_certfile"),
+        (ServerConfig(ssl_certfile="/nowhere/cert.pem"), "ssl_certfile"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=field):
+            check_certificate(wrong)
 
 
-@pytest.mark.parametrize(("given", "kept"), [("", ""), ("/llm/", "/llm"), ("/a/b", "/a/b")])
-def test_a_root_path_has_no_slash_at_its_end(given: str, kept: str) -> None:
+@pytest.mark.parametrize(("given", "kept"), [(None, None), ("/llm/", "/llm"), ("/a/b", "/a/b")])
+def test_a_root_path_has_no_slash_at_its_end(given: str | None, kept: str | None) -> None:
     assert ServerConfig(root_path=given).root_path == kept
 
 
-@pytest.mark.parametrize("given", ["llm", "?x", 3])
+@pytest.mark.parametrize("given", ["", "llm", "/?x", 3])
 def test_what_is_no_root_path_is_rejected(given: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="root_path"):
         ServerConfig(root_path=given)
@@ -202,6 +212,30 @@ async def test_a_reload_over_http_needs_the_admin_key_and_not_the_api_key() -> N
     config = ServerConfig(api_key="api", admin_key="admin")
     assert await status(config, "api") == 401
     assert await status(config, "admin") == 200
+
+
+@pytest.mark.full
+def test_several_models_are_ready_at_once_and_all_loaded_ones_are_read_again(
+    tmp_path: Path,
+) -> None:
+    model = EngineConfig().model_path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        supervisor.settimeout(60)
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "CLLM_ADMIN_KEY": "admin"}
+        options = ("-m", f"a={model}", "-m", f"b={model}", "-m", f"c={model}")
+        with Server(tmp_path / "log", *options, environment=environment) as server:
+            assert supervisor.recv(100) == b"READY=1"
+            for name in ("a", "b"):
+                assert server.generate("1+1=", model=name).json()["text"] == "2"
+            server.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: server.log.count("reloaded cllm-tiny.gguf in") == 2, "reloads", 60)
+            headers = {"Authorization": "Bearer admin"}
+            url = f"{server.url}/admin/reload"
+            said = httpx.post(url, params={"model": "b"}, headers=headers, timeout=60)
+            assert (said.status_code, said.json()["model"]) == (200, "b")
+            assert httpx.post(url, params={"model": "b"}, timeout=60).status_code == 401
+        assert supervisor.recv(100) == b"STOPPING=1"
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ PAGE_URL = "/page"
 FILES = frozenset(("/", "/docs", "/openapi.json"))
 FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
 ADMIN_PATH = "/admin/reload"  # has a key of its own
-OPEN_PATHS = frozenset(("/health", "/v1/health", "/healthz", "/readyz", "/livez", ADMIN_PATH))
+OPEN_PATHS = frozenset(("/health", "/v1/health", "/healthz", "/readyz", "/livez"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER, HEADER_OF_ANTHROPIC = "x-request-id", "request-id"
 LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".home.arpa", ".test", ".alt")
@@ -90,7 +90,8 @@ class Limits:
             # Browsers let a page send any request; only the answer is kept from it.
             message = f"origin: {origin[:80]!r} may not use this server; see --cors-origin"
             raise Problem(403, message, param="origin")
-        if self._key is not None and not is_open(route_path(scope)):
+        path = route_path(scope)
+        if self._key is not None and not (is_open(path) or path == ADMIN_PATH):
             check_key(headers, self._key, "API key")
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
