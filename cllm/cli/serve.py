@@ -48,6 +48,7 @@ def serve(
     with _engine_process() if process and fake is None else nullcontext():
         with extra("server"), importing():
             from cllm.server.app import create_app
+            from cllm.server.http.api_keys import read_keys
             from cllm.server.operation.logs import configure_logging
             from cllm.server.serving import check_certificate, listen
             from cllm.server.serving import serve as run
@@ -55,6 +56,11 @@ def serve(
         options: EngineOptions = {"preflight": False if process else "unseen"}
         if not can_pass_descriptors():
             options["process"] = False
+        if config.api_keys is not None:
+            keys = read_keys(Path(config.api_keys))
+            options["tenant_weights"] = {
+                name: limits.weight for name, (_, limits) in keys.items() if limits.weight != 1
+            }
         make_app: Callable[..., Any] = create_app
         if fake is not None:
             make_app = _app_of_rules(fake)

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import CllmError, Engine, EngineConfig, __version__
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart, make_engine
+from cllm.server.http.api_keys import KeyRing
 from cllm.server.http.limits import STATIC_URL, HeadAsGet, Limits, OtherPaths
 from cllm.server.http.problems import RESPONSES, Problem, answer_problem
 from cllm.server.operation.access import AccessLog
@@ -100,14 +101,13 @@ def create_app(
         await state.tracing.aclose()
 
     # `Limits` checks the key before a body is read; the dependency only adds the button to `/docs`.
-    has_key = config.api_key is not None
     app = FastAPIOffline(
         title="cllm",
         version=__version__,
         summary="One llama.cpp model behind HTTP",
         redoc_url=None,
         static_url=STATIC_URL,
-        dependencies=[Security(HTTPBearer(auto_error=False))] if has_key else [],
+        dependencies=[Security(HTTPBearer(auto_error=False))] if config.needs_key else [],
         lifespan=lifespan,
     )
     app.state.server, app.state.engine_task = state, task
@@ -167,7 +167,10 @@ def add_guards(
         Returns how many bytes a body may have.  None: the model is not known yet.
     """
     unknown = config.n_body_bytes_max(N_CTX_UNKNOWN, takes_media=True)
-    app.add_middleware(Limits, config=config, n_bytes_max=n_bytes_max or (lambda: unknown))
+    keys = None if config.api_keys is None else KeyRing(config.api_keys)
+    app.add_middleware(
+        Limits, config=config, n_bytes_max=n_bytes_max or (lambda: unknown), keys=keys
+    )
     app.add_middleware(AccessLog)
     if config.cors_origins:
         # Outside `Limits`: browsers send no key with a preflight, and pages may read rejections.

@@ -53,6 +53,8 @@ class ServerConfig:
         Path under which a proxy serves this server, such as /llm; the proxy removes it from requests.
     api_key : str, optional
         Key that clients send as a bearer token.  `/health`, the other probes and `/docs` need none.
+    api_keys : str, optional
+        TOML file with a table of `key` and limits for each client; read again when it changes.
     admin_key : str, optional
         Key of `POST /admin/reload`; without one, there is no such route.
     model_name : str, optional
@@ -118,6 +120,7 @@ class ServerConfig:
     ssl_keyfile: str | None = setting(None, file_path, is_optional=True)
     root_path: str | None = setting(None, _root_path)
     api_key: str | None = setting(None, nonblank, is_secret=True)
+    api_keys: str | None = setting(None, file_path, is_optional=True)
     admin_key: str | None = setting(None, nonblank, is_secret=True)
     model_name: str | None = setting(None, nonblank, "--model-name -a --alias")
     image_hosts: tuple[str, ...] = setting((), _host_names, "--image-host")
@@ -171,7 +174,12 @@ class ServerConfig:
     @property
     def is_open_to_the_network(self) -> bool:
         """True if machines other than this one may use the server without a key."""
-        return self.api_key is None and self.uds is None and not is_loopback(self.host)
+        return not self.needs_key and self.uds is None and not is_loopback(self.host)
+
+    @property
+    def needs_key(self) -> bool:
+        """True if requests need a key."""
+        return self.api_key is not None or self.api_keys is not None
 
 
 def is_loopback(name: str) -> bool:

@@ -17,10 +17,10 @@ from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
 from cllm.server.http.fetching import ImageFetcher, Network
 from cllm.server.http.problems import shutting_down, too_many_messages, unavailable
-from cllm.server.operation.access import Access
 from cllm.server.operation.latest_frame import LatestFrame
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.tracing import Tracing
+from cllm.server.operation.usage import Access
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
@@ -187,6 +187,13 @@ def request_id_of(request: Request) -> str:
     """Return the id of a request: the client's `X-Request-ID` if that is valid, otherwise a random one."""
     request_id: str = request.state.request_id
     return request_id
+
+
+def note_tokens(request: Request, n_tokens: int) -> None:
+    """Count the tokens of texts whose vectors were computed as tokens of the request."""
+    access: Access | None = request.scope["state"].get("access")
+    if access is not None:
+        access.model, access.n_prompt = state_of(request).model_name, access.n_prompt + n_tokens
 
 
 def log_request(state: ServerState, request_id: str, prompt: object) -> None:

@@ -22,6 +22,7 @@ from cllm.cli.options import (
     options_table,
 )
 from cllm.server import ServerConfig, serving
+from cllm.server.http import api_keys
 from cllm.server.operation import logs
 from cllm.settings import KEY, Setting, descriptions, settings_of
 
@@ -89,6 +90,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
     listen = serving.listen
     monkeypatch.setattr(serving, "listen", lambda _: listen(ServerConfig(port=0)))
     monkeypatch.setattr(serving, "check_certificate", lambda _: None)
+    monkeypatch.setattr(api_keys, "read_keys", lambda _: {})
     monkeypatch.setattr(serving, "serve", note)
     monkeypatch.setattr(logs, "configure_logging", lambda: None)
     monkeypatch.setattr("cllm.cli.options.find_model", Path)

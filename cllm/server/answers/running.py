@@ -20,9 +20,9 @@ from cllm import (
     TokenDelta,
     TokenStream,
 )
-from cllm.server.operation.access import Access
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.tracing import Tracing
+from cllm.server.operation.usage import Access
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 

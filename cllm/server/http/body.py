@@ -105,6 +105,19 @@ def _n_containers(text: bytes | bytearray) -> int:
     return text.count(b"[") + text.count(b"{")
 
 
+def _set_turn(value: dict[str, Any], body_type: type[BaseModel], request: Request) -> None:
+    """Set the tenant and the priority of a body: those of the client's key, or else the header's tenant."""
+    key = request.scope["state"].get("key")
+    # A proxy that knows its clients sets the header.
+    tenant = request.headers.get(TENANT_HEADER) if key is None else key.name
+    if tenant is not None and "tenant" in body_type.model_fields:
+        value["tenant"] = tenant
+    if key is not None and "priority" in body_type.model_fields:
+        given = value.get("priority")
+        is_later = type(given) is int and given > key.limits.priority
+        value["priority"] = given if is_later else key.limits.priority
+
+
 class SafeRoute(APIRoute):
     """Route whose endpoint takes the parsed body and the request; the body is read within limits.
 
@@ -121,13 +134,8 @@ class SafeRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             value = await json_of(request)
-            tenant = request.headers.get(TENANT_HEADER)
-            if (
-                tenant is not None
-                and "tenant" in body_type.model_fields
-                and isinstance(value, dict)
-            ):
-                value["tenant"] = tenant  # set by a proxy that knows its clients
+            if isinstance(value, dict):
+                _set_turn(value, body_type, request)
             try:
                 body = body_type.model_validate(value)
             except ValidationError as error:

@@ -9,6 +9,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import anyio
@@ -16,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.config import ServerConfig, is_loopback
+from cllm.server.http.api_keys import ApiKey, KeyRing
 from cllm.server.http.problems import RETRY_AFTER_S, Problem, overflow, route_path
 
 SMALL_BYTES = 1 << 20  # a larger body counts towards `LARGE_BYTES`
@@ -41,9 +43,18 @@ class Limits:
     config : ServerConfig
     n_bytes_max : callable
         Returns how many bytes a body may have.
+    keys : KeyRing, optional
+        Keys of several clients, besides that of `config`.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, n_bytes_max: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        n_bytes_max: Callable[[], int],
+        keys: KeyRing | None = None,
+    ) -> None:
+        self._keys = keys
         self._app = app
         self._n_bytes_max = n_bytes_max
         self._n_bytes_large = 0  # of large bodies whose requests are open
@@ -63,11 +74,19 @@ class Limits:
         send = _with_header(send, HEADER, request_id)
         if "/messages" in scope["path"]:
             send = _with_header(send, HEADER_OF_ANTHROPIC, request_id)
-        try:
-            self._check(scope, headers)
-        except Problem as problem:
-            await problem.response_to(scope)(scope, receive, send)
-        else:
+        state = scope["state"]
+        state["keys"] = self._keys
+        with ExitStack() as admitted:
+            try:
+                key = self._check(scope, headers)
+                if key is not None:
+                    state["key"], access = key, state.get("access")
+                    if access is not None:
+                        access.key = key.name
+                    admitted.enter_context(key.admitted(access))
+            except Problem as problem:
+                await problem.response_to(scope)(scope, receive, send)
+                return
             body = _Body()
             try:
                 await self._app(scope, self._bounded(receive, body), send)
@@ -79,7 +98,9 @@ class Limits:
                     if gc.get_freeze_count():
                         gc.collect()
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> ApiKey | None:
+        """Return the key of a request if it is one of `keys`; raise `Problem` if it may not be answered."""
+        key = None
         host = headers.get("host", "")
         if not self._is_own(_without_port(host)):
             kind = "a loopback host" if self._is_loopback else "known to be this server's"
@@ -91,8 +112,10 @@ class Limits:
             message = f"origin: {origin[:80]!r} may not use this server; see --cors-origin"
             raise Problem(403, message, param="origin")
         path = route_path(scope)
-        if self._key is not None and not (is_open(path) or path == ADMIN_PATH):
-            check_key(headers, self._key, "API key")
+        if self._config.needs_key and not (is_open(path) or path == ADMIN_PATH):
+            key = None if self._keys is None else self._keys.find(_token_of(headers))
+            if key is None:
+                check_key(headers, self._key, "API key")
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise Problem(400, f"content-encoding: {encoding[:40]!r} is not supported")
@@ -106,6 +129,7 @@ class Limits:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._n_bytes_max():
             raise self._too_large()
+        return key
 
     def _is_own(self, name: str) -> bool:
         """Return True if the host of a request is allowed: a name of this server, or one of `allowed_hosts`.
@@ -241,13 +265,18 @@ def with_known_path(scope: Scope, known: frozenset[str]) -> Scope:
     return scope
 
 
-def check_key(headers: Headers, key: bytes, what: str) -> None:
-    """Raise `Problem` (401) if the headers of a request do not have the key."""
-    # As the bytes that came: `compare_digest` refuses text that is not ASCII.
+def _token_of(headers: Headers) -> bytes:
+    """Return the key that a request sends, as the bytes that came."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         token = headers.get("x-api-key", "")  # what Anthropic's clients send
-    if not hmac.compare_digest(token.strip().encode("latin-1"), key):
+    return token.strip().encode("latin-1")
+
+
+def check_key(headers: Headers, key: bytes | None, what: str) -> None:
+    """Raise `Problem` (401) if the headers of a request do not have the key, or there is none."""
+    # `compare_digest` refuses text that is not ASCII, and takes bytes.
+    if key is None or not hmac.compare_digest(_token_of(headers), key):
         headers_out = {"WWW-Authenticate": "Bearer"}
         raise Problem(401, f"the {what} is missing or wrong", headers=headers_out)
 

@@ -22,7 +22,7 @@ from cllm.server.bodies.schemas import Body
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import invalid
 from cllm.server.http.replies import Reply, Writer
-from cllm.server.state import ServerState, log_request, request_id_of, state_of
+from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
 
 router: APIRouter = APIRouter(route_class=SafeRoute, tags=["embeddings"])
 
@@ -97,6 +97,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
             found = await engine.embeddings(
                 texts, dimensions=body.dimensions, normalize=body.normalize, **body.options
             )
+        note_tokens(request, sum(found.n_tokens))
         is_base64 = body.encoding_format == "base64"
         encode = partial(_openai_answer, found, is_base64, state.model_name)
         await writer.whole(await _encoded(encode, found.vectors))
@@ -119,6 +120,7 @@ async def embedding(body: EmbeddingBody, request: Request) -> Response:
     async def produce(writer: Writer) -> None:
         with _field_of_client(field):
             found = await engine.embeddings(texts, normalize=False, **body.options)
+        note_tokens(request, sum(found.n_tokens))
         vectors = _normalized(found.vectors, body.embd_normalize)
         await writer.whole(await _encoded(partial(_llama_answer, vectors), vectors))
 
@@ -185,11 +187,12 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     async def produce(writer: Writer) -> None:
         ranked = await engine.rerank(body.query, documents, **body.options)
         best = ranked[: body.top_n]
+        n_tokens = sum(each.n_tokens for each in ranked)
+        note_tokens(request, n_tokens)
         if is_tei:
             rows = _tei_rows(best, documents if body.return_text else None)
             await writer.whole(orjson.dumps(rows))
             return
-        n_tokens = sum(each.n_tokens for each in ranked)
         answer = {
             "object": "list",
             "model": state.model_name,
@@ -212,6 +215,7 @@ async def classify(body: ClassifyBody, request: Request) -> Response:
         with _field_of_client("input"):
             found = await engine.classify(texts, **body.options)
         n_tokens = sum(each.n_tokens for each in found)
+        note_tokens(request, n_tokens)
         rows = [
             {
                 "index": index,

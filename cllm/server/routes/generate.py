@@ -35,7 +35,7 @@ from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.routes.loras import loras_of
-from cllm.server.state import ServerState, log_request, request_id_of, state_of
+from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
 
 router: APIRouter = APIRouter(route_class=SafeRoute)
 
@@ -75,6 +75,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
 
     async def produce(writer: Writer) -> None:
         found = await engine.score(body.prompt, body.continuation, lora=lora, **body.turn)
+        note_tokens(request, len(found.token_ids))
         told = {
             "token_ids": found.token_ids,
             "logprobs": [max(logprob, LOWEST) for logprob in found.logprobs],

@@ -116,8 +116,10 @@ async def props(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", summary="Prometheus metrics")
 async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus' text format."""
-    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    """Return the metrics in Prometheus' text format, with those of the API keys."""
+    keys = request.scope["state"].get("keys")
+    text = state_of(request).metrics.text() + (b"" if keys is None else keys.text())
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/live", summary="The engine as it runs, as server-sent events")

@@ -47,7 +47,7 @@ from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.routes.loras import loras_of
-from cllm.server.state import ServerState, log_request, request_id_of, state_of
+from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
 
 router: APIRouter = APIRouter(prefix="/api", route_class=SafeRoute, tags=["Ollama"])
 
@@ -384,6 +384,7 @@ async def embed(body: OllamaEmbedBody, request: Request) -> Response:
             timeout=body.timeout,
             priority=body.priority,
         )
+        note_tokens(request, sum(found.n_tokens))
         told = {
             "model": body.model,
             "embeddings": found.vectors.tolist(),
@@ -407,6 +408,7 @@ async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
             found = await state.serving.embeddings(
                 [body.prompt], timeout=body.timeout, priority=body.priority, truncate=True
             )
+            note_tokens(request, sum(found.n_tokens))
             vector = found.vectors[0].tolist()
         await writer.json(lambda: {"embedding": vector})
 
