@@ -84,6 +84,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ),
     ),
     ("cllm.server.bodies.schemas", ("cllm", "cllm.checks", "cllm.server")),
+    ("cllm.server.http.api_keys", ("cllm", "cllm.checks", "cllm.server")),
     ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.media_parts")),
     (
         "cllm.server.routes.messages",
@@ -431,7 +432,7 @@ def test_the_core_depends_on_anyio_and_numpy_alone() -> None:
 
 # For people, for other programs, and for times of files.
 CLOCK_OF_THE_DAY = {
-    "cllm.cli.chat_files",
+    "cllm.cli.chat_files", "cllm.server.routes.ollama",
     "cllm.engine.chat.chat_template", "cllm.engine.chat.chat_tokenizer",
     "cllm.engine.file_content", "cllm.engine.process.crash_report",
     "cllm.engine.thread.prefix_files", "cllm.integrations.pydantic_ai", "cllm.server.answers.formats",

@@ -148,11 +148,14 @@ class Score:
         Natural logarithm of the probability of each token, after the prompt and the tokens before it.
     total : float
         Sum of `logprobs`.
+    n_computed : int
+        Tokens of the prompt and the continuation that were computed, and not in the prefix cache.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     total: float
+    n_computed: int = 0
 
     @classmethod
     def of(cls, completion: Completion) -> Score:
@@ -171,7 +174,9 @@ class Score:
                 raise DeadlineError("the deadline passed before the continuation was scored")
             raise ClosedError("the engine was closed")
         logprobs = tuple(score.logprob for score in scored)
-        return cls(tuple(score.token_id for score in scored), logprobs, sum(logprobs))
+        tokens = tuple(score.token_id for score in scored)
+        usage = completion.usage
+        return cls(tokens, logprobs, sum(logprobs), usage.n_prompt - usage.n_cached)
 
 
 @dataclass(frozen=True, slots=True)

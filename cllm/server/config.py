@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, replace
 
 from cllm.checks import INT32_MAX, ErrorType
@@ -26,8 +27,8 @@ def _host_names(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
 
 
 def _root_path(name: str, given: object, error: ErrorType) -> str:
-    if not isinstance(given, str) or not given.startswith("/") or "?" in given:
-        raise error(name, given, "a path that begins with /")
+    if not isinstance(given, str) or not re.fullmatch(r"(/[\w.~-]+)+/?", given, re.ASCII):
+        raise error(name, given, "a path that begins with /, of letters, digits and . _ ~ -")
     return given.rstrip("/")
 
 

@@ -83,6 +83,7 @@ class Server(uvicorn.Server):
         )
         self.heard: list[int] = []
         self._reloading: asyncio.Task[None] | None = None
+        self._is_reload_due = False
         self._has_terminal = sys.stdin is not None and sys.stdin.isatty()
         self._state = app.state.server
         self._engine_task: EngineTask | None = getattr(app.state, "engine_task", None)
@@ -117,17 +118,23 @@ class Server(uvicorn.Server):
         notify("READY=1")
 
     def _on_hangup(self) -> None:
-        """Begin to read the model again, unless that has begun; end if the terminal was closed."""
+        """Read the model again, after a reload that has begun; end if the terminal was closed."""
         if self._has_terminal:
             self.handle_exit(signal.SIGTERM, None)
-        elif self._reloading is None or self._reloading.done():
+            return
+        self._is_reload_due = True
+        if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.get_running_loop().create_task(self._reload_quietly())
+        else:
+            logger.info("another reload follows the present one")
 
     async def _reload_quietly(self) -> None:
-        try:
-            await self._state.reload()
-        except Exception as error:  # the present model goes on
-            logger.error("the model is not reloaded: %s", error)
+        while self._is_reload_due:
+            self._is_reload_due = False
+            try:
+                await self._state.reload()
+            except Exception as error:  # the present model goes on
+                logger.error("the model is not reloaded: %s", error)
 
 
 def listen(config: ServerConfig) -> socket.socket:

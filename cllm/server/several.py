@@ -20,7 +20,7 @@ from cllm.server.app import add_guards
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
 from cllm.server.http.body import parsed
-from cllm.server.http.limits import HeadAsGet, is_open, with_known_path
+from cllm.server.http.limits import ADMIN_PATH, HeadAsGet, is_open, with_known_path
 from cllm.server.http.problems import (
     Problem,
     answer_problem,
@@ -122,7 +122,11 @@ class _Front:
         try:
             name, receive = await _name_of(scope, receive)
             model = self._pool.default if name is None else _named(self._pool, name)
-            if scope["method"] != "POST" and not model.is_loaded:
+            path = route_path(scope)
+            if path == "/api/show" and not model.is_loaded:  # clients ask for all models
+                await JSONResponse(ollama.UNLOADED)(scope, receive, send)
+                return
+            if (scope["method"] != "POST" or path == ADMIN_PATH) and not model.is_loaded:
                 # A GET loads nothing: a page of another site can cause one that has no Origin.
                 raise unavailable(
                     f"the model {model.name!r} is not loaded: a request for an answer loads it, a GET does not"
@@ -150,12 +154,15 @@ async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]
         if messages[-1]["type"] == "http.disconnect":
             break
     kind = Headers(scope=scope).get("content-type", "")
-    named = _name_in(b"".join(each.get("body", b"") for each in messages), kind)
+    body = b"".join(each.get("body", b"") for each in messages)
+    named = _name_in(body, kind)
+    if named is None and route_path(scope) == "/api/show":
+        named = _name_in(body, kind, "name")
     return named if asked is None else asked, _again(messages, receive)
 
 
-def _name_in(body: bytes, content_type: str = "") -> str | None:
-    """Return the model that a body names; None if it names none.
+def _name_in(body: bytes, content_type: str = "", field: str = "model") -> str | None:
+    """Return the model that a field of a body names; None if it names none.
 
     Raises
     ------
@@ -166,7 +173,7 @@ def _name_in(body: bytes, content_type: str = "") -> str | None:
     if kind == FORM_TYPE:
         return _name_in_form(body, options.get(b"boundary", b""))
     value = parsed(body) if body else None
-    name = value.get("model") if isinstance(value, dict) else None
+    name = value.get(field) if isinstance(value, dict) else None
     return name if isinstance(name, str) else None
 
 

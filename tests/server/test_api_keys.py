@@ -15,10 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from cllm import EngineConfig, InvalidArgumentError
+from cllm import EngineConfig, InvalidArgumentError, SamplingParams, TokenDelta
 from cllm.server import ServerConfig, create_app
+from cllm.server.answers.running import Observation, run_streams
 from cllm.server.http.api_keys import Allowance, KeyRing, read_keys
 from cllm.server.http.problems import Problem
+from cllm.server.operation.metrics import Metrics
+from cllm.server.operation.tracing import Tracing
 from cllm.server.operation.usage import Access
 from cllm.server.several import create_models_app
 from cllm.testing import FakeEngine
@@ -72,10 +75,10 @@ def refusal(ring: KeyRing, token: bytes, access: Access | None = None) -> str | 
     [
         ("[a", "api_keys is"),
         ("", "at least one key"),
-        ("a = 1", "api_keys: a is 1, must be a table with a key"),
+        ("a = 1", "api_keys: a is hidden, must be a table with a key"),
         ("[a]\nrequests_per_minute = 1", "a.key is hidden, must be text that is not blank"),
         ('[a]\nkey = " "', "a.key is hidden"),
-        ('[a]\nkey = "x"\nrequest_per_minute = 1', "a.request_per_minute is 1, must be called 'requests_per_minute'"),
+        ('[a]\nkey = "x"\nrequest_per_minute = 1', "a.request_per_minute is hidden, must be called 'requests_per_minute'"),
         ('[a]\nkey = "x"\nmax_concurrent = 0', "a.max_concurrent is 0, must be 1 to"),
         ('[a]\nkey = "x"\nweight = "heavy"', "a.weight is 'heavy'"),
         ('[a]\nkey = "x"\n[b]\nkey = "x"', "b.key is hidden, must be another one than that of a"),
@@ -219,6 +222,7 @@ async def test_each_key_is_known_by_its_name_and_others_are_refused(
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
         text = (await client.get("/metrics", headers=bearer("whole"))).text
+        assert "bob" not in (await client.get("/metrics", headers=bearer("a"))).text
         assert (await client.get("/health")).status_code == 200
     names = [record.fields.get("key") for record in caplog.records]  # type: ignore[attr-defined]
     assert names == ["alice", "bob", None, None, None, "bob", "alice", "alice", "alice"]
@@ -252,10 +256,10 @@ async def test_a_key_is_the_tenant_and_the_priority_of_its_requests(file: Path) 
 
 @pytest.mark.anyio
 async def test_vectors_count_as_tokens_too(file: Path) -> None:
-    async with served(file) as (client, _):
+    async with served(file, api_key="whole") as (client, _):
         body = {"input": ["some text", "more"]}
         said = (await client.post("/v1/embeddings", json=body, headers=bearer("b"))).json()
-        text = (await client.get("/metrics", headers=bearer("b"))).text
+        text = (await client.get("/metrics", headers=bearer("whole"))).text
     tokens = {
         (labels["key"], labels["kind"]): n for labels, n in samples(text, "cllm_key_tokens_total")
     }
@@ -265,7 +269,7 @@ async def test_vectors_count_as_tokens_too(file: Path) -> None:
 @pytest.mark.anyio
 async def test_limits_hold_for_several_models_together(file: Path) -> None:
     models = {name: EngineConfig(n_ctx=256, **QUIET) for name in ("x", "y")}
-    config = ServerConfig(api_keys=str(file))
+    config = ServerConfig(api_keys=str(file), api_key="whole")
     app = create_models_app(
         models, config, make_engine=lambda config: FakeEngine(lambda _: "abc", n_ctx=256)
     )
@@ -281,8 +285,49 @@ async def test_limits_hold_for_several_models_together(file: Path) -> None:
                 for model in ("x", "y", "x", "y")
             ]
             assert statuses == [200, 200, 200, 429]
-            text = (await client.get("/metrics", headers=bearer("b"))).text
+            text = (await client.get("/metrics", headers=bearer("whole"))).text
     assert ({"key": "alice"}, 3.0) in list(samples(text, "cllm_key_requests_total"))
+
+
+@pytest.mark.anyio
+async def test_tokens_of_an_answer_that_its_client_does_not_take_count(file: Path) -> None:
+    ring = KeyRing(str(file), Clock())
+    access = Access()
+
+    async def leave(_: int, delta: TokenDelta) -> None:
+        raise ConnectionError("the client has left")
+
+    async with FakeEngine(lambda _: "abc") as engine:
+        observed = Observation(Metrics(), Tracing(), {}, "chat", "m", SamplingParams(), access)
+        with pytest.raises(ConnectionError):
+            await run_streams([engine.stream("some prompt")], observed, leave)
+    assert access.n_prompt == len("some prompt")
+    assert access.n_output >= 1
+    assert refusal(ring, b"b", access) is None
+    bob = ring.find(b"b")
+    assert bob is not None
+    assert (bob.n_prompt, bob.n_output) == (access.n_prompt, access.n_output)
+
+
+@pytest.mark.anyio
+async def test_a_scored_prompt_counts(file: Path) -> None:
+    async with served(file, api_key="whole") as (client, _):
+        body = {"prompt": "a long prompt", "continuation": "b"}
+        assert (await client.post("/generate/score", json=body, headers=bearer("b"))).is_success
+        text = (await client.get("/metrics", headers=bearer("whole"))).text
+    tokens = {
+        (labels["key"], labels["kind"]): n for labels, n in samples(text, "cllm_key_tokens_total")
+    }
+    assert tokens["bob", "prompt"] >= len("a long prompt")
+
+
+@pytest.mark.anyio
+async def test_what_is_only_looked_at_is_not_limited(file: Path) -> None:
+    async with served(file) as (client, _):
+        for _ in range(5):
+            assert (await client.get("/v1/models", headers=bearer("a"))).status_code == 200
+        body = {"prompt": "hi"}
+        assert (await client.post("/generate", json=body, headers=bearer("a"))).status_code == 200
 
 
 @pytest.mark.anyio

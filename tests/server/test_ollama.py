@@ -111,6 +111,16 @@ async def test_results_of_tools_belong_to_the_calls_that_they_name() -> None:
             {"role": "tool", "content": "3"},
         ]
     )
+    mine = [{"id": "x", "function": {"name": "f"}}, {"id": "y", "function": {"name": "f"}}]
+    later = _messages(
+        [
+            {"role": "assistant", "tool_calls": calls[:1]},  # its result never came
+            {"role": "assistant", "tool_calls": mine},
+            {"role": "tool", "content": "2", "tool_call_id": "y", "tool_name": "f"},
+            {"role": "tool", "content": "1", "tool_name": "f"},
+        ]
+    )
+    assert [message["tool_call_id"] for message in later[2:]] == ["y", "x"]
     ids = [call["id"] for call in said[0]["tool_calls"]]
     assert len(set(ids)) == 3
     assert [message["tool_call_id"] for message in said[1:]] == [ids[1], ids[0], ids[2]]
@@ -139,14 +149,20 @@ async def test_a_request_without_a_prompt_loads(
 
 
 async def test_options_are_ollamas_and_limits_name_them(http: httpx.AsyncClient) -> None:
-    options = {"num_predict": 2, "num_ctx": 4096, "temperature": 0, "seed": 1, "stop": ["x"]}
+    options: dict[str, Any] = {
+        "num_predict": 2,
+        "num_ctx": 4096,
+        "temperature": 0,
+        "seed": 1,
+        "stop": ["x"],
+    }
     said = await whole(http, "/api/generate", prompt="hi", raw=True, options=options)
     assert (said["eval_count"], said["done_reason"]) == (2, "length")
-    for n_max in (-1, -2):
-        options = {"num_predict": n_max}
+    for options in ({"num_predict": -1}, {"num_predict": -2, "seed": -1}, {"seed": 1 << 60}):
         assert (await whole(http, "/api/generate", prompt="hi", raw=True, options=options))["done"]
     for wrong, text in {
         "top_p": "options.top_p is 2.0, must be 0 to 1",
+        "prompt_logprobs": "prompt_logprobs: is not known",
         "temprature": "temprature: is not known: did you mean temperature?",
     }.items():
         body = {"model": "m", "prompt": "hi", "options": {wrong: 2}}
@@ -260,6 +276,10 @@ async def test_several_models_are_listed_and_one_is_named_with_its_tag() -> None
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             assert (await client.get("/api/version")).status_code == 200
+            for field in ("model", "name"):  # clients ask about all of them: that loads none
+                shown = await client.post("/api/show", json={field: "b"})
+                assert shown.json()["capabilities"] == ["completion"]
+                assert (await client.post("/api/show", json={field: "c"})).status_code == 404
             listed = (await client.get("/api/tags")).json()["models"]
             assert [model["name"] for model in listed] == ["a", "b"]
             assert (await client.get("/api/ps")).json() == {"models": []}

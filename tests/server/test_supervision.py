@@ -103,7 +103,7 @@ def test_a_root_path_has_no_slash_at_its_end(given: str | None, kept: str | None
     assert ServerConfig(root_path=given).root_path == kept
 
 
-@pytest.mark.parametrize("given", ["", "llm", "/?x", 3])
+@pytest.mark.parametrize("given", ["", "llm", "/?x", "/ä", "/a b", 3])
 def test_what_is_no_root_path_is_rejected(given: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="root_path"):
         ServerConfig(root_path=given)
@@ -295,6 +295,31 @@ async def test_probes_are_lines_for_debugging_alone(
     for path in ("/health", "/livez", "/metrics", "/docs"):
         await http.get(path)
     assert [level for level, _ in fields_of(caplog)] == ["DEBUG"] * 4
+
+
+@pytest.mark.anyio
+async def test_text_of_a_client_cannot_look_like_a_field_of_the_line(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cllm.access")
+    await http.get("/a%20status=200%0A")
+    assert 'path="/a status=200\\n" status=404' in caplog.text
+
+
+@pytest.mark.anyio
+async def test_an_error_of_the_server_is_a_line_with_its_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "cllm.access")
+
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise LookupError
+
+    async def nothing(*_: Any) -> Any: ...
+
+    with pytest.raises(LookupError):
+        await AccessLog(broken)({"type": "http", "path": "/x", "method": "GET"}, nothing, nothing)
+    assert fields_of(caplog)[0][1]["status"] == 500
 
 
 @pytest.mark.anyio

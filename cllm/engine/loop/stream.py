@@ -119,6 +119,11 @@ class TokenStream:
             raise channel.error
         raise StopAsyncIteration
 
+    @property
+    def n_prompt(self) -> int:
+        """Number of prompt tokens; 0 until the request is submitted."""
+        return 0 if self._channel is None else len(self._channel.request.prompt_token_ids)
+
     async def completion(self) -> Completion:
         """Read to the end and return the whole output, including deltas that were read before.
 

@@ -53,8 +53,8 @@ class Observation:
     access: Access | None = None
 
     @contextmanager
-    def of(self, stream: TokenStream, started: Started) -> Iterator[Callable[[Completion], None]]:
-        """Yield a function to call with the completion of a stream; the block is the span of the stream."""
+    def of(self, stream: TokenStream, started: Started) -> Iterator[Watch]:
+        """Yield a watch to tell of the stream's deltas and completion; the block is the span of the stream."""
         with self.tracing.request(
             stream.request_id,
             self.headers,
@@ -63,22 +63,44 @@ class Observation:
             params=self.params,
             started_ns=started.unix_ns,
         ) as trace:
-            is_finished = False
-
-            def finished(completion: Completion) -> None:
-                nonlocal is_finished
-                is_finished = True
-                self.metrics.finished(completion)
-                if self.access is not None:
-                    self.access.finished(completion)
-                if trace is not None:
-                    trace.finished(completion)
-
+            watch = Watch()
             try:
-                yield finished
+                yield watch
             finally:
-                if not is_finished:
+                if (completion := watch.completion) is not None:
+                    self.metrics.finished(completion)
+                    if self.access is not None:
+                        self.access.finished(completion)
+                    if trace is not None:
+                        trace.finished(completion)
+                else:
                     self.metrics.given_up(time.monotonic() - started.monotonic_s)
+                    if self.access is not None:
+                        self.access.given_up(stream.n_prompt, watch.n_output)
+
+
+class Watch:
+    """Account of one stream.
+
+    Attributes
+    ----------
+    n_output : int
+        Tokens of the deltas so far.
+    completion : Completion or None
+        None until the stream has ended; for ever if its client has left, or it failed.
+    """
+
+    def __init__(self) -> None:
+        self.n_output: int = 0
+        self.completion: Completion | None = None
+
+    def add(self, delta: TokenDelta) -> None:
+        """Count a delta."""
+        self.n_output += len(delta.token_ids)
+
+    def end(self, completion: Completion) -> None:
+        """Keep the completion."""
+        self.completion = completion
 
 
 async def run_streams(
@@ -96,10 +118,10 @@ async def run_streams(
     started = Started(time.time_ns(), time.monotonic())
 
     async def read(index: int, stream: TokenStream) -> Completion:
-        with observation.of(stream, started) as finished:
+        with observation.of(stream, started) as watch:
             on_each = on_delta and partial(on_delta, index)
-            completion = await _read(stream, observation.metrics, on_each)
-            finished(completion)
+            completion = await _read(stream, observation.metrics, on_each, watch.add)
+            watch.end(completion)
             return completion
 
     async with AsyncExitStack() as opened:
@@ -137,6 +159,7 @@ async def _read(
     stream: TokenStream,
     metrics: Metrics,
     on_delta: Callable[[TokenDelta], Awaitable[None]] | None,
+    count: Callable[[TokenDelta], None],
 ) -> Completion:
     last: float | None = None
     async for delta in stream:
@@ -144,6 +167,7 @@ async def _read(
         if last is not None and delta.token_ids:
             metrics.gap(now - last)
         last = now
+        count(delta)
         if on_delta is not None:
             await on_delta(delta)
             if time.perf_counter() - now > SLOW_WRITE_S:

@@ -22,6 +22,7 @@ from cllm.server.operation.usage import Access
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
+HIDDEN = "hidden"  # in place of a value that may be a key
 CHECK_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
 
@@ -51,7 +52,15 @@ class KeyLimits:
 
 
 class Allowance:
-    """Units that a key may use: `n_per_minute` at most at once, refilled at that rate; None: any number."""
+    """Units that a key may use.
+
+    Parameters
+    ----------
+    n_per_minute : int or None
+        Units that are added each minute, and the most that may be left; None: any number.
+    clock : callable
+        Returns a time in seconds.
+    """
 
     def __init__(self, n_per_minute: int | None, clock: Callable[[], float]) -> None:
         self.n_per_minute = n_per_minute
@@ -75,7 +84,14 @@ class Allowance:
 
 
 class ApiKey:
-    """A client's key, what it has used, and what it may use.
+    """Key of a client, with what was used and what may be used.
+
+    Parameters
+    ----------
+    name : str
+    limits : KeyLimits
+    clock : callable
+        Returns a time in seconds.
 
     Attributes
     ----------
@@ -134,7 +150,8 @@ class ApiKey:
 
     def _refuse(self, limit: str, wait_s: float) -> None:
         self.n_refused += 1
-        raise too_many(f"the key {self.name!r} has reached its {limit}", retry_after_s=wait_s)
+        text = f"the key {self.name!r} has reached its {limit}"
+        raise too_many(text, retry_after_s=wait_s, code="rate_limit_exceeded")
 
 
 class KeyRing:
@@ -170,11 +187,6 @@ class KeyRing:
             self._look()
         # Times of a search among hashes tell nothing about the keys.
         return self._by_hash.get(hashlib.sha256(token).digest())
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weights of the keys for the fair queue, by their names; those of 1 are left out."""
-        return {k.name: k.limits.weight for k in self._by_name.values() if k.limits.weight != 1}
 
     def text(self) -> bytes:
         """Return the counts of all keys in Prometheus' text format."""
@@ -250,10 +262,10 @@ def read_keys(path: Path) -> dict[str, tuple[str, KeyLimits]]:
     owners: dict[str, str] = {}
     for name, table in tables.items():
         if not isinstance(table, Mapping):
-            raise InvalidArgumentError(f"api_keys: {name}", table, "a table with a key")
+            raise InvalidArgumentError(f"api_keys: {name}", HIDDEN, "a table with a key")
         secret, limits = _key_of(name, table)
         if (other := owners.setdefault(secret, name)) != name:
-            raise InvalidArgumentError(f"{name}.key", "hidden", f"another one than that of {other}")
+            raise InvalidArgumentError(f"{name}.key", HIDDEN, f"another one than that of {other}")
         found[name] = secret, limits
     return found
 
@@ -264,10 +276,10 @@ def _key_of(name: str, table: Mapping[str, Any]) -> tuple[str, KeyLimits]:
         if field not in known:
             meant = closest(field, known)
             hint = f"called {meant!r}" if meant else f"one of {', '.join(known)}"
-            raise InvalidArgumentError(f"{name}.{field}", table[field], hint)
+            raise InvalidArgumentError(f"{name}.{field}", HIDDEN, hint)
     secret = table.get("key")
     if not isinstance(secret, str) or not secret.strip():
-        raise InvalidArgumentError(f"{name}.key", "hidden", "text that is not blank")
+        raise InvalidArgumentError(f"{name}.key", HIDDEN, "text that is not blank")
     check_tenant("api_keys", name)
     values: dict[str, Any] = {field: value for field, value in table.items() if field != "key"}
     for field, value in values.items():

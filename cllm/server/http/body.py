@@ -107,15 +107,26 @@ def _n_containers(text: bytes | bytearray) -> int:
 
 def _set_turn(value: dict[str, Any], body_type: type[BaseModel], request: Request) -> None:
     """Set the tenant and the priority of a body: those of the client's key, or else the header's tenant."""
+    given = value.get("priority")
+    turn = turn_of(request, given if type(given) is int else None)
+    for name in turn.keys() & body_type.model_fields.keys():
+        value[name] = turn[name]
+
+
+def turn_of(request: Request, priority: int | None = None) -> dict[str, Any]:
+    """Return the tenant and the priority of a request that its key sets, or else the header's tenant.
+
+    Parameters
+    ----------
+    priority : int, optional
+        Priority that the request asks for; it is kept if it is less urgent than that of the key.
+    """
     key = request.scope["state"].get("key")
-    # A proxy that knows its clients sets the header.
-    tenant = request.headers.get(TENANT_HEADER) if key is None else key.name
-    if tenant is not None and "tenant" in body_type.model_fields:
-        value["tenant"] = tenant
-    if key is not None and "priority" in body_type.model_fields:
-        given = value.get("priority")
-        is_later = type(given) is int and given > key.limits.priority
-        value["priority"] = given if is_later else key.limits.priority
+    if key is None:  # a proxy that knows its clients sets the header
+        tenant = request.headers.get(TENANT_HEADER)
+        return {} if tenant is None else {"tenant": tenant}
+    least = key.limits.priority
+    return {"tenant": key.name, "priority": least if priority is None else max(priority, least)}
 
 
 class SafeRoute(APIRoute):

@@ -80,10 +80,10 @@ class Limits:
             try:
                 key = self._check(scope, headers)
                 if key is not None:
-                    state["key"], access = key, state.get("access")
-                    if access is not None:
-                        access.key = key.name
-                    admitted.enter_context(key.admitted(access))
+                    state["key"], access = key, state["access"]
+                    access.key = key.name
+                    if scope["method"] == "POST":  # what is only looked at is not limited
+                        admitted.enter_context(key.admitted(access))
             except Problem as problem:
                 await problem.response_to(scope)(scope, receive, send)
                 return
@@ -112,7 +112,11 @@ class Limits:
             message = f"origin: {origin[:80]!r} may not use this server; see --cors-origin"
             raise Problem(403, message, param="origin")
         path = route_path(scope)
-        if self._config.needs_key and not (is_open(path) or path == ADMIN_PATH):
+        if path == ADMIN_PATH:
+            if (admin_key := self._config.admin_key) is None:
+                raise Problem(404, "there is no --admin-key, and so no reload over HTTP")
+            check_key(headers, admin_key.encode(), "admin key")
+        elif self._config.needs_key and not is_open(path):
             key = None if self._keys is None else self._keys.find(_token_of(headers))
             if key is None:
                 check_key(headers, self._key, "API key")
@@ -143,7 +147,7 @@ class Limits:
         if self._is_loopback:
             return is_loopback(name)
         # Without the key, a page gets only what needs no key.
-        return self._key is not None or not is_public_name(name)
+        return self._config.needs_key or not is_public_name(name)
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         allowed = self._config.cors_origins

@@ -120,10 +120,12 @@ def invalid(param: str, message: str) -> Problem:
     return Problem(400, f"{param}: {message}", param=param)
 
 
-def too_many(reason: str, *, retry_after_s: float = RETRY_AFTER_S) -> Problem:
-    """Return the answer (429) to a request that finds a full queue."""
+def too_many(
+    reason: str, *, retry_after_s: float = RETRY_AFTER_S, code: str = "queue_full"
+) -> Problem:
+    """Return the answer (429) to a request that finds a full queue, or that exceeds a limit."""
     retry = {"Retry-After": f"{math.ceil(retry_after_s)}"}
-    return Problem(429, reason, code="queue_full", headers=retry)
+    return Problem(429, reason, code=code, headers=retry)
 
 
 def unavailable(reason: str) -> Problem:

@@ -18,7 +18,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from cllm.server.http.problems import problem_of
+from cllm.server.http.problems import Problem, problem_of
 
 Event = tuple[str | None, Mapping[str, Any] | str]  # name of a server-sent event or None, and data
 EVENTS_TYPE = b"text/event-stream; charset=utf-8"
@@ -110,6 +110,15 @@ class Writer:
             return
         head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
         await self._body(head + data + b"\n\n", more=True)
+
+    async def fail(self, problem: Problem) -> None:
+        """Send an error as the last event of the stream, and end it."""
+        if self._has_lines:
+            await self.event({"error": str(problem)})
+            await self.close()
+        else:
+            await self.event(problem.body)
+            await self.end()
 
     async def end(self) -> None:
         """Send `[DONE]`, as OpenAI does, and end the stream."""
@@ -237,5 +246,4 @@ async def _tell(failure: Exception, writer: Writer) -> None:
     """Send the error of a stream as its last event; raise it if the stream has not begun."""
     if not writer.is_streaming:
         raise failure
-    await writer.event(problem_of(failure).body)
-    await writer.end()
+    await writer.fail(problem_of(failure))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,7 +15,15 @@ from cllm.server.operation.usage import Access, milliseconds
 
 logger: logging.Logger = logging.getLogger("cllm.access")
 
+N_PATH_MAX = 200  # characters of a path that are logged
+PLAIN = re.compile(r"[\w./:@+-]*", re.ASCII)
 WATCHED = ("/metrics", "/live")  # asked for again and again, as probes are
+
+
+def _shown(value: object) -> object:
+    """Return a value as the line shows it: text that could look like another field is quoted."""
+    is_plain = not isinstance(value, str) or PLAIN.fullmatch(value)
+    return value if is_plain else json.dumps(value)
 
 
 class AccessLog:
@@ -51,15 +61,18 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noting)
+        except Exception:  # answered further out
+            status = status or 500
+            raise
         finally:
             fields = {
                 "request_id": state.get("request_id", ""),
                 "method": scope["method"],
-                "path": path,
+                "path": path[:N_PATH_MAX],
                 "status": status,
                 **access.fields,
                 "total_ms": milliseconds(time.monotonic() - started_at),
                 "is_complete": is_complete,  # False: the client left
             }
-            line = " ".join(f"{name}={value}" for name, value in fields.items())
+            line = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
             logger.log(level, "%s", line, extra={"fields": fields})

@@ -41,6 +41,11 @@ class Access:
         if timings.ttft_s is not None:
             self.first_s = min(timings.ttft_s, self.first_s or timings.ttft_s)
 
+    def given_up(self, n_prompt: int, n_output: int) -> None:
+        """Add an output without a completion: its client has left, or it failed."""
+        self.n_prompt += n_prompt
+        self.n_output += n_output
+
     @property
     def fields(self) -> dict[str, object]:
         """Fields of the log's line; those about the model only if the request used it."""

@@ -90,10 +90,10 @@ class RerankBody(_TextsBody):
 async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     """Return one vector for each text, in the order of the texts."""
     state, engine = state_of(request), state_of(request).serving
-    texts = _several(state, request, "input", body.input)
+    texts = several_texts(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:
-        with _field_of_client("input"):
+        with field_of_client("input"):
             found = await engine.embeddings(
                 texts, dimensions=body.dimensions, normalize=body.normalize, **body.options
             )
@@ -115,10 +115,10 @@ async def embedding(body: EmbeddingBody, request: Request) -> Response:
         raise invalid("content", "is missing")
     if not -1 <= body.embd_normalize <= MAX_NORM:
         raise invalid("embd_normalize", f"is {body.embd_normalize}, must be -1 to {MAX_NORM}")
-    texts = _several(state, request, field, given)
+    texts = several_texts(state, request, field, given)
 
     async def produce(writer: Writer) -> None:
-        with _field_of_client(field):
+        with field_of_client(field):
             found = await engine.embeddings(texts, normalize=False, **body.options)
         note_tokens(request, sum(found.n_tokens))
         vectors = _normalized(found.vectors, body.embd_normalize)
@@ -209,10 +209,10 @@ async def rerank(body: RerankBody, request: Request) -> Response:
 async def classify(body: ClassifyBody, request: Request) -> Response:
     """Return the most likely label of each text and the probabilities of all labels, as vLLM does."""
     state, engine = state_of(request), state_of(request).serving
-    texts = _several(state, request, "input", body.input)
+    texts = several_texts(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:
-        with _field_of_client("input"):
+        with field_of_client("input"):
             found = await engine.classify(texts, **body.options)
         n_tokens = sum(each.n_tokens for each in found)
         note_tokens(request, n_tokens)
@@ -262,7 +262,7 @@ def _tei_rows(ranked: Sequence[Ranked], texts: Sequence[str] | None) -> list[dic
 
 # --- What a client sends -------------------------------------------------------------------------
 @contextmanager
-def _field_of_client(field: str) -> Iterator[None]:
+def field_of_client(field: str) -> Iterator[None]:
     """Rename `texts` to the client's `field` in an `InvalidRequestError` of the block."""
     try:
         yield
@@ -273,7 +273,7 @@ def _field_of_client(field: str) -> Iterator[None]:
         raise InvalidRequestError(name, error.value, error.limit) from error
 
 
-def _several(state: ServerState, request: Request, field: str, given: Any) -> list[Any]:
+def several_texts(state: ServerState, request: Request, field: str, given: Any) -> list[Any]:
     """Return the texts of a body, from 1 to 2048, as a list, and log them if `log_prompts` is set."""
     is_list = isinstance(given, list) and given and not isinstance(given[0], int)
     texts: list[Any] = given if is_list else [given]

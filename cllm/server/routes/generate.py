@@ -75,7 +75,7 @@ async def score(body: ScoreBody, request: Request) -> Response:
 
     async def produce(writer: Writer) -> None:
         found = await engine.score(body.prompt, body.continuation, lora=lora, **body.turn)
-        note_tokens(request, len(found.token_ids))
+        note_tokens(request, found.n_computed)
         told = {
             "token_ids": found.token_ids,
             "logprobs": [max(logprob, LOWEST) for logprob in found.logprobs],

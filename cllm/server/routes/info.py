@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
 from cllm.server.bodies.fields import MEDIA_MARKER
-from cllm.server.http.limits import check_key
 from cllm.server.http.problems import RETRY_AFTER_S, Problem
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
@@ -73,11 +72,11 @@ def _health(request: Request) -> dict[str, Any]:
 
 @router.post("/admin/reload", summary="Read the model again, without a gap")
 async def reload(request: Request) -> dict[str, Any]:
-    """Load the model's file beside the present model, and use it for new requests; needs the admin key."""
+    """Load the model's file beside the present model, and use it for new requests.
+
+    The middleware `Limits` has checked the admin key.
+    """
     state = state_of(request)
-    if state.config.admin_key is None:
-        raise Problem(404, "there is no --admin-key, and so no reload over HTTP")
-    check_key(request.headers, state.config.admin_key.encode(), "admin key")
     try:
         seconds = await state.reload()
     except anyio.BusyResourceError:
@@ -116,8 +115,12 @@ async def props(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", summary="Prometheus metrics")
 async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus' text format, with those of the API keys."""
-    keys = request.scope["state"].get("keys")
+    """Return the metrics in Prometheus' text format.
+
+    Those of the clients' keys are added for the general key alone: a client must not see the others.
+    """
+    state = request.scope["state"]
+    keys = None if "key" in state else state.get("keys")
     text = state_of(request).metrics.text() + (b"" if keys is None else keys.text())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -32,6 +32,7 @@ from cllm.server.answers.answer import AnswerForm, answer
 from cllm.server.answers.chat_call import ChatCall, answer_chat, client_tools_of, hinted
 from cllm.server.answers.infill import Gap, infill_prompt
 from cllm.server.bodies.fields import (
+    MAX_SEED,
     NO_LIMIT,
     Flag,
     Integer,
@@ -46,6 +47,7 @@ from cllm.server.bodies.schemas import HARMLESS, Body, Queued, lenient, sampling
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import Event, Reply, Writer
+from cllm.server.routes.embeddings import N_NUMBERS_FEW, field_of_client, several_texts
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
 
@@ -53,6 +55,11 @@ router: APIRouter = APIRouter(prefix="/api", route_class=SafeRoute, tags=["Ollam
 
 VERSION = "0.13.0"  # of Ollama, whose API this is
 LATEST = ":latest"  # the tag that clients add to a name without one
+# Properties of a model that is not loaded.
+UNLOADED: dict[str, Any] = {
+    "modelfile": "", "parameters": "", "template": "", "details": {}, "model_info": {},
+    "capabilities": ["completion"],
+}  # fmt: skip
 LOADING = dict.fromkeys(("total_duration", "load_duration"), 0)
 
 
@@ -66,11 +73,18 @@ class _OptionFields(Body):
     num_predict: Integer | None = None
 
 
-OllamaOptions: Any = create_model("OllamaOptions", __base__=_OptionFields, **sampling_fields())
+OllamaOptions: Any = create_model(
+    "OllamaOptions",
+    __base__=_OptionFields,
+    **sampling_fields(without=("logprobs", "prompt_logprobs")),
+)
 
 
 class _OllamaFields(Queued):
-    harmless: ClassVar[frozenset[str]] = HARMLESS | {"shift"}
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"shift", "truncate"}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "logprobs": (False,), "top_logprobs": (0,), "template": ("",), "context": ([],),
+    }  # fmt: skip
 
     model: Text
     stream: Flag = True
@@ -97,8 +111,6 @@ class OllamaChatBody(_AnswerFields):
 
 class OllamaGenerateBody(_AnswerFields):
     """`POST /api/generate`."""
-
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"template": ("",), "context": ([],)}
 
     prompt: Text = ""
     suffix: Text = ""
@@ -136,6 +148,7 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
     """Answer a chat; without messages, say that the model is loaded."""
     state, request_id = state_of(request), request_id_of(request)
     form = OllamaForm(body.model, is_chat=True)
+    state.serving  # noqa: B018  # raises an error if there is no model
     if not body.messages:
         return JSONResponse(form.loaded())
     options = {"tools": client_tools_of(body.tools).choice(None)[0], **_thinking(body.think)}
@@ -204,7 +217,7 @@ def _params(state: ServerState, body: _AnswerFields) -> SamplingParams:
     changes: dict[str, Any] = {}
     n_max = None if body.options is None else body.options.num_predict
     if n_max is not None:
-        changes["max_tokens"] = NO_LIMIT if n_max < 0 else n_max
+        changes["max_tokens"] = NO_LIMIT if n_max < 0 else max(1, n_max)
     if body.format == "json":
         changes["json_schema"] = lenient({"type": "object"})
     elif isinstance(body.format, dict):
@@ -212,6 +225,8 @@ def _params(state: ServerState, body: _AnswerFields) -> SamplingParams:
     elif body.format:
         raise invalid("format", 'must be "json" or a schema')
     given = OllamaOptions() if body.options is None else body.options
+    if given.seed is not None:  # Ollama's may be negative, or have 64 bits
+        changes["seed"] = None if given.seed < 0 else given.seed % (MAX_SEED + 1)
     try:
         return sampling_of(given, state.serving.sampling_defaults, **changes)
     except InvalidRequestError as error:
@@ -230,7 +245,8 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 def _messages(given: Sequence[Any]) -> list[Any]:
     """Return the messages in OpenAI's form.
 
-    A result belongs to the first open call of the tool that it names, or else to the first open call.
+    A result belongs to the call with its `tool_call_id`, or else to the first open call of the tool that it
+    names, or else to the first open call.  Calls are open until the next message with calls.
     """
     messages: list[Any] = []
     open_calls: deque[tuple[str, object]] = deque()
@@ -245,11 +261,14 @@ def _messages(given: Sequence[Any]) -> list[Any]:
             said["reasoning_content"] = message["thinking"]
         if calls := message.get("tool_calls"):
             said["tool_calls"] = _calls(f"messages[{i}].tool_calls", calls, len(messages))
+            open_calls.clear()
             for call in said["tool_calls"]:
                 open_calls.append((call["id"], call["function"].get("name")))
         elif message.get("role") == "tool" and open_calls:
             name = message.get("tool_name", message.get("name"))
-            found = next((call for call in open_calls if call[1] == name), open_calls[0])
+            wanted = message.get("tool_call_id")
+            by_id = [call for call in open_calls if call[0] == wanted]
+            found = (by_id or [call for call in open_calls if call[1] == name] or open_calls)[0]
             open_calls.remove(found)
             said["tool_call_id"] = found[0]
         messages.append(said)
@@ -271,7 +290,9 @@ def _calls(field: str, calls: object, number: int) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping):
             raise invalid(f"{field}[{k}].function", "must be an object")
         wanted = {name: function[name] for name in ("name", "arguments") if name in function}
-        made.append({"id": f"call_{number}_{k}", "type": "function", "function": wanted})
+        given = call.get("id")
+        name = given if isinstance(given, str) and given else f"call_{number}_{k}"
+        made.append({"id": name, "type": "function", "function": wanted})
     return made
 
 
@@ -373,25 +394,28 @@ def _now() -> str:
 async def embed(body: OllamaEmbedBody, request: Request) -> Response:
     """Return one vector of length 1 for each text."""
     state = state_of(request)
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    log_request(state, request_id_of(request), texts)
+    texts = several_texts(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:
-        found = await state.serving.embeddings(
-            texts,
-            dimensions=body.dimensions,
-            truncate=body.truncate,
-            timeout=body.timeout,
-            priority=body.priority,
-        )
+        with field_of_client("input"):
+            found = await state.serving.embeddings(
+                texts,
+                dimensions=body.dimensions,
+                truncate=body.truncate,
+                timeout=body.timeout,
+                priority=body.priority,
+            )
         note_tokens(request, sum(found.n_tokens))
-        told = {
-            "model": body.model,
-            "embeddings": found.vectors.tolist(),
-            **LOADING,
-            "prompt_eval_count": sum(found.n_tokens),
-        }
-        await writer.json(lambda: told, is_long=len(texts) > 1)
+
+        def told() -> dict[str, Any]:
+            return {
+                "model": body.model,
+                "embeddings": found.vectors.tolist(),
+                **LOADING,
+                "prompt_eval_count": sum(found.n_tokens),
+            }
+
+        await writer.json(told, is_long=found.vectors.size > N_NUMBERS_FEW)
 
     return Reply(produce)
 
@@ -488,7 +512,7 @@ def running(name: str, model: ModelInfo) -> dict[str, Any]:
     told = listed(name, model)
     del told["modified_at"]
     size = {"size_vram": model.size_bytes if model.devices else 0, "context_length": model.n_ctx}
-    return {**told, "expires_at": "9999-12-31T23:59:59Z", **size}
+    return {**told, "expires_at": "2300-01-01T00:00:00Z", **size}
 
 
 def _details(model: ModelInfo) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from cllm import (
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat
 from cllm.server.answers.formats import finish_reason_of
-from cllm.server.http.body import TENANT_HEADER
+from cllm.server.http.body import turn_of
 from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import DONE, Event
 from cllm.server.routes.loras import loras_of
@@ -139,10 +139,7 @@ async def transcriptions(request: Request) -> Response:
         _messages(engine.model.architecture, audio, fields),
         {},
         _params(engine.sampling_defaults, fields),
-        {
-            "lora": loras_of(engine, None, fields.get("model")),
-            "tenant": request.headers.get(TENANT_HEADER, ""),
-        },
+        {"lora": loras_of(engine, None, fields.get("model")), **turn_of(request)},
     )
     log_request(state, request_id, [{"role": "user", "content": audio.shown}])
     observation = state.observation(request, "transcription", call.params)
