@@ -25,8 +25,7 @@ from cllm import (
 from cllm.cli.chat_commands import ChatCommands
 from cllm.cli.chat_files import last_chat_file
 from cllm.cli.chat_input import ChatInput, ScriptInput, unquoted
-from cllm.cli.chat_output import MarkdownOutput
-from cllm.cli.chat_session import Chat
+from cllm.cli.chat_session import AnswerOutput, Chat
 from cllm.cli.options import TOY, EngineFlags, SamplingFlags, text_or_file, with_flags
 from cllm.cli.terminal import (
     StandardOutput,
@@ -66,6 +65,8 @@ async def talk(chat: Chat, commands: ChatCommands, messages: ChatInput, *, is_ke
             while not commands.has_ended and (message := await messages.ask()) is not None:
                 with anyio.CancelScope() as taking:
                     await _take(chat, commands, message.strip())
+                if taking.cancelled_caught:
+                    note("Stopped.")
                 taking = None
                 if is_kept:
                     chat.keep()
@@ -91,13 +92,13 @@ async def _chat(
     continued: Path | None,
     has_markdown: bool,
 ) -> int:
-    is_script = not is_terminal(sys.stdin)
+    can_ask = is_terminal(sys.stdout) or is_terminal(sys.stderr)
+    is_script = not (is_terminal(sys.stdin) and can_ask)
     async with loaded(Engine(config=config)) as engine:
         if engine.model.chat_template is None:
             name = engine.model.name or engine.config.model_path.name
             raise CllmError(f"{name} has no chat template; try cllm generate")
-        out = MarkdownOutput(Console()) if has_markdown else StandardOutput()
-        chat = Chat(engine, params, system, out, tools, effort)
+        chat = Chat(engine, params, system, _output(has_markdown), tools, effort)
         commands = ChatCommands(chat)
         messages = ScriptInput() if is_script else _typed(commands)
         if not is_script:
@@ -106,24 +107,37 @@ async def _chat(
                 note(TOY)
         if continued is not None and await commands.load(continued):
             chat.file = continued
+            if system is not None:
+                chat.history.system = system
+                await chat.recount()
         await talk(chat, commands, messages, is_kept=not is_script or continued is not None)
-        if not is_script and chat.file is not None:
-            note("The chat is kept: cllm chat --continue goes on with it.")
+        if not is_script and chat.file is not None and chat.is_kept:
+            note("The chat is kept: cllm chat --continue resumes it.")
     has_failed = chat.has_failed or (isinstance(messages, ScriptInput) and messages.has_failed)
     return 1 if is_script and has_failed else 0
 
 
+def _output(has_markdown: bool) -> AnswerOutput:
+    if not has_markdown:
+        return StandardOutput()
+    from cllm.cli.chat_output import MarkdownOutput  # scripts do not need it
+
+    return MarkdownOutput(Console())
+
+
 def _typed(commands: ChatCommands) -> ChatInput:
     # prompt_toolkit takes longer to import than a script needs for its first answer.
-    from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
+    from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter, merge_completers
 
     from cllm.cli.chat_prompt import CommandCompleter, TerminalInput
 
     def completer(name: str) -> Completer:
         words = commands.words(name)
+        paths = PathCompleter(expanduser=True)
         if words is None:
-            return PathCompleter(expanduser=True)
-        return WordCompleter(list(words), sentence=True)
+            return paths
+        found = WordCompleter(list(words), sentence=True)
+        return merge_completers([found, paths]) if name == "model" else found
 
     screen = None if is_terminal(sys.stdout) else sys.stderr
     return TerminalInput(screen, CommandCompleter(commands.names, completer))
@@ -141,7 +155,7 @@ def chat(
         str | None, typer.Option(help="How much the model thinks: from none to max.")
     ] = None,
     go_on: Annotated[
-        bool, typer.Option("--continue", help="Go on with the last chat that was kept.")
+        bool, typer.Option("--continue", help="Resume the last chat that was kept.")
     ] = False,
     markdown: Annotated[
         bool,

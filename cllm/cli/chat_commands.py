@@ -16,10 +16,20 @@ from typing import Any
 import anyio.to_thread
 import typer
 
-from cllm import Audio, CllmError, Image, InvalidRequestError, RequestError, SamplingParams
+from cllm import (
+    Audio,
+    CllmError,
+    ClosedError,
+    EngineFailedError,
+    Image,
+    InvalidRequestError,
+    RequestError,
+    SamplingParams,
+)
 from cllm.checks import closest
 from cllm.cli.chat_files import new_chat_file, read_chat, write_chat
 from cllm.cli.chat_session import Chat, n_turns
+from cllm.cli.history import Turn
 from cllm.cli.options import READERS
 from cllm.cli.terminal import complain, note, visible
 from cllm.cli.texts import decoded
@@ -79,7 +89,7 @@ class ChatCommands:
             ),
             "model": ChatCommand(
                 "MODEL",
-                "go on with another model; without MODEL, list those here",
+                "continue with another model; without MODEL, list those here",
                 self._model,
                 models,
             ),
@@ -135,7 +145,13 @@ class ChatCommands:
         elif bool(rest.strip()) and not command.arguments:
             complain(f"/{name} takes nothing after it")
         else:
-            await command.obey(rest.strip())
+            try:
+                await command.obey(rest.strip())
+            except (ClosedError, EngineFailedError, BrokenPipeError):
+                raise
+            # Such as a file above the limits of the tokenizer, or a path of an unknown user.
+            except (CllmError, OSError, RuntimeError, ValueError) as error:
+                complain(f"/{name}: {error}")
 
     # --- The chat ------------------------------------------------------------------------------
     async def _reset(self, _: str) -> None:
@@ -155,20 +171,31 @@ class ChatCommands:
             return
         given, chat.params = chat.params, replace(chat.params, seed=None)
         try:
-            await chat.answer(turn.message, turn.media)
+            await self._answer_instead(turn, turn.message)
         finally:
             chat.params = given
 
+    async def _answer_instead(self, turn: Turn | None, message: str) -> None:
+        """Answer a message in place of a turn that was taken back, which returns if there is no answer."""
+        has_answer = False
+        try:
+            has_answer = await self._chat.answer(message, () if turn is None else turn.media)
+        finally:
+            if turn is not None and not has_answer:
+                self._chat.history.turns.append(turn)
+                note("The last turn is as before.")
+
     async def _edit(self, _: str) -> None:
-        chat = self._chat
-        last = chat.history.turns[-1] if chat.history.turns else None
-        text = await anyio.to_thread.run_sync(_edited, "" if last is None else last.message)
-        if text is None or not text.strip():
-            note("Nothing is changed.")
-            return
-        chat.history.undo()
-        note(text)
-        await chat.answer(text, () if last is None else last.media)
+        turns = self._chat.history.turns
+        # Ctrl-C in the editor reaches this process too; later it stops the answer.
+        with anyio.CancelScope(shield=True):
+            before = turns[-1].message if turns else ""
+            text = await anyio.to_thread.run_sync(_edited, before)
+            if text is None or not text.strip():
+                note("Nothing is changed.")
+                return
+            note(text)
+            await self._answer_instead(self._chat.history.undo(), text)
 
     async def _model(self, name: str) -> None:
         chat = self._chat
@@ -218,8 +245,8 @@ class ChatCommands:
     async def _file(self, path: str) -> None:
         text = _read(path)
         if text is not None:
-            self._chat.attached.append(f"{Path(path).name}:\n{text.rstrip()}\n\n")
             n_tokens = await self._chat.count(text)
+            self._chat.attached.append(f"{Path(path).name}:\n{text.rstrip()}\n\n")
             note(f"{n_tokens:,} tokens, before the next message.")
 
     async def _attach(self, kind: type[Image] | type[Audio], path: str) -> None:
@@ -235,6 +262,9 @@ class ChatCommands:
 
     async def _save(self, path: str) -> None:
         history = self._chat.history
+        if not (path or history.turns):
+            note("There is nothing to save.")
+            return
         try:
             file = Path(path).expanduser() if path else self._chat.file or new_chat_file()
             write_chat(file, history)
@@ -242,6 +272,7 @@ class ChatCommands:
             problem = getattr(error, "strerror", None) or error
             complain(f"cannot write {path or 'the chat'}: {problem}")
         else:
+            self._chat.file = self._chat.file if path else file
             note(f"{n_turns(len(history.turns))} in {file}")
 
     async def _load(self, path: str) -> None:
@@ -312,7 +343,7 @@ PARAMETERS = _parameters()
 
 def _value_of(field: str, text: str) -> Any:
     """Return a value as the option of the field reads it, or as JSON."""
-    if field in READERS:
+    if field in READERS and text != "null":
         return READERS[field](text)
     try:
         return json.loads(text)

@@ -1,4 +1,4 @@
-"""Files with chats: those that a user saves, and those of earlier sessions, which are kept by themselves."""
+"""Files with chats: saved by the user, or saved automatically."""
 
 from __future__ import annotations
 
@@ -37,17 +37,31 @@ def last_chat_file() -> Path | None:
 
 
 def write_chat(path: Path, history: History) -> None:
-    """Write a chat as JSON, readable by its owner alone; images and recordings are paths.
+    """Replace a file by a chat as JSON, readable by its owner alone; images and recordings are paths.
 
     Raises
     ------
     OSError
+        The file is unchanged.
+    ValueError
+        The chat has text that is not UTF-8.
     """
     text = json.dumps(
         {"messages": history.all_messages()}, ensure_ascii=False, indent=1, default=_path_of
     )
-    path.touch(mode=0o600)
-    path.write_text(text + "\n", encoding="utf-8")
+    data = (text + "\n").encode()
+    path = path.resolve()  # a link stays
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_bytes(data)
+        return
+    written = path.with_name(f".{path.name}.new")
+    try:
+        written.touch(mode=0o600)
+        written.write_bytes(data)
+        written.replace(path)
+    except OSError:
+        written.unlink(missing_ok=True)
+        raise
 
 
 def read_chat(path: Path) -> tuple[str | None, list[Turn]]:

@@ -34,26 +34,27 @@ class ScriptInput:
         self.has_failed: bool = False
 
     async def ask(self) -> str | None:
-        """Return the next message; None at the end.  Lines that are not UTF-8 are reported and left out."""
-        message = await self._next()
-        while message is not None and not is_whole(message):
-            line = await self._next()
-            message = None if line is None else f"{message}\n{line}"
-        return message
+        """Return the next message; None at the end.  A message that is not UTF-8 is reported and left out."""
+        while (line := await anext(self._lines, None)) is not None:
+            lines = [line]
+            while not is_whole("\n".join(each.text for each in lines)):
+                if (line := await anext(self._lines, None)) is None:
+                    self._fail(f"the message from line {lines[0].number} on has no end")
+                    return None
+                lines.append(line)
+            try:
+                return "\n".join([each.checked() for each in lines])
+            except CllmError as error:
+                self._fail(str(error))
+        return None
+
+    def _fail(self, problem: str) -> None:
+        self.has_failed = True
+        complain(problem)
 
     def interrupt(self) -> bool:
         """Return False: a script ends."""
         return False
-
-    async def _next(self) -> str | None:
-        while True:
-            try:
-                return (await anext(self._lines)).checked()
-            except StopAsyncIteration:
-                return None
-            except CllmError as error:
-                self.has_failed = True
-                complain(str(error))
 
 
 def is_whole(message: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import anyio
 from markdown_it import MarkdownIt
@@ -21,14 +21,16 @@ REDRAW_S = 0.08  # between two drawings of a block that grows
 PROGRESS_S = 0.1
 
 # Tags are text in an answer, and a terminal has no other use for them.
+# Definitions of links stay text: what refers to them may have been printed.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_PARSER.disable("reference")
 
 
 class MarkdownOutput:
     """Shows an answer as Markdown on a terminal, while it arrives.  Event loop only.
 
-    Blocks that are complete are printed.  Only the last block is drawn again as it grows: its last lines, if
-    it is higher than the terminal.
+    Complete blocks are printed.  The last block is drawn again as it grows.  Of a block that is higher than
+    the terminal, the last lines are drawn.
     """
 
     is_terminal = True
@@ -56,28 +58,34 @@ class MarkdownOutput:
     def _draw(self) -> None:
         started_at = time.monotonic()
         if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,  # thoughts are printed between two answers
+                redirect_stderr=False,
+            )
             self._live.start()
         complete, self._text = complete_blocks(self._text)
         self._print(complete)
-        tail = _Lines(self._text, n_max=self._console.height - 2)
-        self._live.update(tail, refresh=True)
+        n_max = max(1, self._console.height - 3)
+        gap = 1 if self._has_printed else 0
+        self._live.update(_Lines(_end_of(self._text, 2 * n_max), n_max, gap), refresh=True)
         drawn_at = time.monotonic()
         self._redraw_at = drawn_at + max(REDRAW_S, 4 * (drawn_at - started_at))
 
     def _print(self, text: str) -> None:
-        if text.strip():
-            if self._has_printed:
-                self._console.print()
-            self._console.print(_Lines(text), end="")
-            self._has_printed = True
+        for block in blocks_of(text):
+            if block.strip():
+                self._console.print(_Lines(block, n_before=1 if self._has_printed else 0), end="")
+                self._has_printed = True
 
 
 class _AnswerMarkdown(Markdown):
     """Markdown with the line breaks of the text, and with tags as text."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(text, code_theme="ansi_dark")
+        super().__init__(text, code_theme="ansi_dark", hyperlinks=False)  # addresses are shown
         self.parsed = _PARSER.parse(text)
         for token in self.parsed:
             for child in token.children or ():
@@ -86,16 +94,31 @@ class _AnswerMarkdown(Markdown):
 
 
 class _Lines:
-    """The lines of a Markdown text without spaces at their ends; the last `n_max`, or all."""
+    """The lines of a Markdown text, without blank lines around it and spaces at their ends.
 
-    def __init__(self, text: str, n_max: int | None = None) -> None:
+    Parameters
+    ----------
+    n_max : int, optional
+        Lines to show, the last ones; None: all.
+    n_before : int
+        Blank lines before the text.
+    """
+
+    def __init__(self, text: str, n_max: int | None = None, n_before: int = 0) -> None:
         self._text = text
         self._n_max = n_max
+        self._n_before = n_before
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(_AnswerMarkdown(self._text), options, pad=False)
-        for line in lines[-(self._n_max or len(lines)) :]:
-            yield from _without_end(line)
+        rows = [list(_without_end(line)) for line in lines]
+        while rows and not rows[0]:
+            del rows[0]
+        while rows and not rows[-1]:
+            del rows[-1]
+        yield from [Segment.line()] * self._n_before
+        for row in rows[-(self._n_max or len(rows)) :]:
+            yield from row
             yield Segment.line()
 
 
@@ -115,13 +138,32 @@ def _without_end(line: list[Segment]) -> Iterator[Segment]:
         yield segment if has_color else Segment(segment.text.rstrip(), segment.style)
 
 
-def complete_blocks(text: str) -> tuple[str, str]:
-    """Return the blocks of a Markdown text that cannot change any more, and its last block."""
+def blocks_of(text: str) -> list[str]:
+    """Return the blocks of a Markdown text; together they are the text."""
     starts = [token.map[0] for token in _PARSER.parse(text) if token.level == 0 and token.map]
     lines = text.split("\n")
-    n_complete = starts[-1] if starts else 0
-    end = "\n" * (n_complete > 0)
-    return "\n".join(lines[:n_complete]) + end, "\n".join(lines[n_complete:])
+    edges = [0, *sorted({start for start in starts if start}), len(lines)]
+    blocks = ["\n".join(lines[a:b]) for a, b in pairwise(edges)]
+    return [f"{block}\n" for block in blocks[:-1]] + blocks[-1:]
+
+
+def complete_blocks(text: str) -> tuple[str, str]:
+    """Return the blocks of a Markdown text that cannot change any more, and its last block.
+
+    The last line counts to the last block until it has ended: it may belong to the block before it.
+    """
+    lines, newline, rest = text.rpartition("\n")
+    *complete, last = blocks_of(lines + newline)
+    return "".join(complete), last + rest
+
+
+def _end_of(text: str, n_lines: int) -> str:
+    """Return the last lines of a block, with the first line of a fence; drawing all of a long block is slow."""
+    lines = text.split("\n")
+    if len(lines) <= n_lines:
+        return text
+    is_fence = lines[0].lstrip().startswith(("```", "~~~"))
+    return "\n".join(lines[:is_fence] + lines[-n_lines:])
 
 
 async def first_delta(stream: TokenStream, engine: Engine, console: Console) -> TokenDelta | None:

@@ -60,13 +60,16 @@ class TerminalInput:
         while True:
             with anyio.CancelScope() as self._asking, suppress(KeyboardInterrupt):
                 try:
-                    return await self._session.prompt_async(handle_sigint=False)
+                    message = await self._session.prompt_async(handle_sigint=False)
                 except EOFError:
                     return None
+                self._interrupted_at = -LEAVE_WITHIN_S
+                # Bytes that are not UTF-8 are lone surrogates, which no tokenizer takes.
+                return message.encode("utf-8", "replace").decode()
             previous, self._interrupted_at = self._interrupted_at, time.monotonic()
             if self._interrupted_at - previous < LEAVE_WITHIN_S:
                 return None
-            note("Ctrl-C again leaves; the chat is kept.")
+            note("Ctrl-C again leaves.")
 
     def interrupt(self) -> bool:
         """Do what Ctrl-C does.  A terminal sends a signal until the prompt reads its keys."""

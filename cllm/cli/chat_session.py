@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
+import anyio
 from rich.console import Console
 
 from cllm import (
@@ -18,6 +20,7 @@ from cllm import (
     Engine,
     FinishReason,
     Image,
+    InvalidArgumentError,
     PromptTooLongError,
     RequestError,
     SamplingParams,
@@ -25,18 +28,30 @@ from cllm import (
     TokenStream,
 )
 from cllm.cli.chat_files import new_chat_file, write_chat
-from cllm.cli.chat_output import MarkdownOutput, first_delta
 from cllm.cli.history import History, Media, Message, Messages, Turn
 from cllm.cli.terminal import (
     DIM,
-    StandardOutput,
     complain,
     has_styles,
     is_terminal,
     note,
     styled,
+    visible,
 )
 from cllm.cli.tool_file import FunctionTool, run_tool
+
+
+class AnswerOutput(Protocol):
+    """Destination of answers: `StandardOutput`, or `MarkdownOutput`."""
+
+    is_terminal: bool
+
+    async def write(self, text: str) -> None:
+        """Add a text to the answer."""
+
+    async def finish(self) -> None:
+        """End the answer."""
+
 
 # Answers with tool calls in one turn after which the turn ends.
 MAX_ROUNDS = 16
@@ -58,6 +73,8 @@ class Chat:
         True if a message could not be answered.
     file : Path or None
         File in which `keep` keeps the chat; None: a new one.
+    is_kept : bool
+        False once the chat could not be written.
     """
 
     def __init__(
@@ -65,7 +82,7 @@ class Chat:
         engine: Engine,
         params: SamplingParams,
         system: str | None,
-        out: StandardOutput | MarkdownOutput,
+        out: AnswerOutput,
         tools: Mapping[str, FunctionTool] | None = None,
         effort: str | None = None,
     ) -> None:
@@ -77,13 +94,13 @@ class Chat:
         self.params = params
         self.history: History = History(system, n_ctx=self._n_ctx(), n_answer_max=params.max_tokens)
         self.file: Path | None = None
-        self._is_kept = True
+        self.is_kept: bool = True
         self.attached: list[str] = []
         self.media: list[Image | Audio] = []
         self._out = out
         self._last: Completion | None = None
         self._stream: TokenStream | None = None
-        self._is_stopped = self._is_answering = False
+        self._is_stopped = self._is_answering = self._is_remembered = False
         self.has_failed: bool = False
 
     @property
@@ -111,7 +128,7 @@ class Chat:
         return self._is_answering
 
     async def switch(self, model: str) -> None:
-        """Go on with another model: a file, or a name (`hf:…`).
+        """Continue with another model: a file, or a name (`hf:…`).
 
         Raises
         ------
@@ -120,11 +137,16 @@ class Chat:
         """
         engine, present = self._engine, self._engine.config.model_path
         await engine.reload(model)
-        if engine.model.chat_template is None:
-            await engine.reload(present)
-            raise CllmError(f"{model} has no chat template")
-        self.history.n_ctx = self._n_ctx()
-        await self.recount()
+        try:
+            if engine.model.chat_template is None:
+                raise CllmError(f"{model} has no chat template")
+            self.history.n_ctx = self._n_ctx()
+            await self.recount()
+        except CllmError:
+            with anyio.CancelScope(shield=True):
+                await engine.reload(present)
+            self.history.n_ctx = self._n_ctx()
+            raise
 
     async def recount(self) -> None:
         """Count the tokens of a chat that came from elsewhere.
@@ -139,15 +161,15 @@ class Chat:
             turns[-1] = replace(turns[-1], n_tokens=n_tokens)
 
     def keep(self) -> None:
-        """Write the chat to its file, if it has turns; after an error of the disk, no more."""
-        if not (self._is_kept and self.history.turns):
+        """Write the chat to its file, which a chat without turns gets later; after an error, write no more."""
+        if not self.is_kept or (self.file is None and not self.history.turns):
             return
         try:
             if self.file is None:
                 self.file = new_chat_file()
             write_chat(self.file, self.history)
-        except (OSError, RuntimeError) as error:
-            self._is_kept = False
+        except (OSError, RuntimeError, ValueError) as error:
+            self.is_kept = False
             complain(f"the chat is not kept: {error}")
 
     async def stop(self) -> None:
@@ -157,20 +179,25 @@ class Chat:
             await self._stream.cancel()
 
     # --- Answers -----------------------------------------------------------------------------
-    async def answer(self, message: str, media: Media = ()) -> None:
-        """Print the answer to a message, with the turns that fit the context; print an error of the request."""
-        self._is_stopped, self._is_answering = False, True
+    async def answer(self, message: str, media: Media = ()) -> bool:
+        """Print the answer to a message, with the turns that fit the context; print an error of the request.
+
+        Return True if the answer is a turn of the history now.
+        """
+        self._is_stopped, self._is_answering, self._is_remembered = False, True, False
+        self.history.n_ctx = self._n_ctx()
         try:
             turns = await self.history.fitting(
                 message, media, count=self.count, count_prompt=self.count_prompt
             )
             while not await self._answer_after(turns, message, media):
                 turns = turns[1:]
-        except RequestError as error:
+        except (RequestError, InvalidArgumentError) as error:
             self.has_failed = True
             complain(str(error))
         finally:
             self._is_answering = False
+        return self._is_remembered
 
     async def _answer_after(self, turns: list[Turn], message: str, media: Media) -> bool:
         """Print and remember an answer; return False if the prompt is too long and a turn can be dropped."""
@@ -203,28 +230,37 @@ class Chat:
 
     async def _print(self, stream: TokenStream) -> Completion:
         """Write an answer as it comes, and its thoughts to standard error if that is a terminal."""
-        text, shows_thoughts = "", is_terminal(sys.stderr)
+        text, shows_thoughts, is_thinking = "", is_terminal(sys.stderr), False
         try:
             async for delta in self._with_progress(stream):
-                text += delta.text
                 if delta.reasoning and shows_thoughts:
-                    print(
-                        styled(delta.reasoning, DIM, sys.stderr),
-                        end="",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    if not is_thinking:
+                        await self._end_text(text)
+                        is_thinking, text = True, ""
+                    _print_thought(delta.reasoning)
                 if delta.text:
+                    if is_thinking:
+                        _print_thought("\n")
+                        is_thinking = False
+                    text += delta.text
                     await self._out.write(delta.text)
             return await stream.completion()
         finally:
-            if text and not text.endswith("\n"):
-                await self._out.write("\n")
-            await self._out.finish()
+            if is_thinking:
+                _print_thought("\n")
+            await self._end_text(text)
+
+    async def _end_text(self, text: str) -> None:
+        """End the last line of a text that was printed."""
+        if text and not text.endswith("\n"):
+            await self._out.write("\n")
+        await self._out.finish()
 
     async def _with_progress(self, stream: TokenStream) -> AsyncIterator[TokenDelta]:
         """Yield the deltas; until the first one, a terminal with styles shows how far the prompt is."""
         if has_styles(sys.stderr):
+            from cllm.cli.chat_output import first_delta  # scripts do not need Markdown
+
             first = await first_delta(stream, self._engine, Console(file=sys.stderr))
             if first is not None:
                 yield first
@@ -237,7 +273,7 @@ class Chat:
         if is_stopped and not completion.text:
             note("Stopped before there was an answer; the message is taken back.")
             return
-        self._last = completion
+        self._last, self._is_remembered = completion, True
         self.history.turns.append(turn)
         if completion.stop_reason == "context":
             note("The context is full: the answer ends here.")
@@ -287,6 +323,10 @@ class Chat:
             n_computed = usage.n_prompt - usage.n_cached
             lines.append(f"last prompt: {n_computed:,} of {usage.n_prompt:,} tokens computed")
         return "\n".join(lines)
+
+
+def _print_thought(text: str) -> None:
+    print(styled(visible(text), DIM, sys.stderr), end="", file=sys.stderr, flush=True)
 
 
 def n_turns(n: int) -> str:

@@ -244,7 +244,7 @@ class PromptRun:
 def _heading(submitted: Submitted) -> str:
     """Return a line that identifies the prompt."""
     width = shutil.get_terminal_size().columns
-    line = f"{submitted.index + 1} ▸ " + " ".join(submitted.prompt.split())
+    line = f"{submitted.index + 1} ▸ " + " ".join(submitted.line.own.split())
     fitting = set_cell_size(line, width - 1).rstrip()
     return ("\n" if submitted.index else "") + fitting + "\n"
 
@@ -258,7 +258,7 @@ async def _prompts(arguments: Sequence[str]) -> AsyncIterator[InputLine]:
     given = "" if STANDARD_INPUT in arguments else await _given_input()
     for argument in arguments:
         if argument != STANDARD_INPUT:
-            yield InputLine(0, given + argument)
+            yield InputLine(0, given + argument, len(given))
             continue
         async for line in input_lines():
             if line.text:
@@ -276,7 +276,8 @@ async def _given_input() -> str:
         tasks.start_soon(_remark_on_input)
         text = await read_input()
         tasks.cancel_scope.cancel()
-    return text and f"{text.rstrip()}\n\n"
+    text = text.rstrip()
+    return text and f"{text}\n\n"
 
 
 async def _remark_on_input() -> None:

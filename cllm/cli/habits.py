@@ -19,7 +19,10 @@ _COMMANDS = {
     "embedding": "cllm embed",
     "perplexity": "cllm doctor",
 }
-_FLASH_ATTENTION = {"on": ["--flash-attn"], "off": ["--no-flash-attn"], "auto": []}
+ON, OFF = ["--flash-attn"], ["--no-flash-attn"]
+_FLASH_ATTENTION: dict[str, list[str]] = {
+    "on": ON, "1": ON, "true": ON, "off": OFF, "0": OFF, "false": OFF, "auto": [],
+}  # fmt: skip
 _OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
 
 
@@ -45,11 +48,12 @@ def as_spelt_here(arguments: list[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if name not in ("-fa", "--flash-attn"):
             spelt.append(argument)
-            continue
-        if not equals:
-            value = next(rest, None) or ""
-        known = _FLASH_ATTENTION.get(value)
-        spelt += ["--flash-attn"] if known is None else known
-        if known is None and value and not equals:  # -fa alone, before another argument
-            spelt += as_spelt_here([value, *rest])
+        elif equals:
+            spelt += _FLASH_ATTENTION.get(value, [f"--flash-attn={value}"])  # click rejects others
+        elif (following := next(rest, None)) is None:
+            spelt += ON
+        elif following in _FLASH_ATTENTION:
+            spelt += _FLASH_ATTENTION[following]
+        else:  # -fa alone, before another argument
+            return [*spelt, *ON, *as_spelt_here([following, *rest])]
     return spelt

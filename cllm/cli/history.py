@@ -67,8 +67,7 @@ class History:
         self.turns: list[Turn] = []
         self.n_ctx = n_ctx
         self.system = system
-        n_spare = max(1, n_ctx // 4)
-        self._n_for_answer = n_spare if n_answer_max is None else min(n_spare, n_answer_max)
+        self._n_answer_max = n_answer_max
 
     @property
     def n_tokens(self) -> int:
@@ -112,7 +111,10 @@ class History:
             Returns the number of tokens of a prompt.  It may be slow, and is called only for a prompt that
             may not fit.
         """
-        n_room = self.n_ctx - self._n_for_answer
+        n_spare = max(1, self.n_ctx // 4)
+        n_room = self.n_ctx - (
+            n_spare if self._n_answer_max is None else min(n_spare, self._n_answer_max)
+        )
         if not self.turns:
             return []
         if not media and self.n_tokens + await count(message) + N_AROUND <= n_room:

@@ -134,10 +134,18 @@ class InputLine(NamedTuple):
         1 for the first line; 0 for an argument.
     text : str
         Without its line end.  Bytes that are not UTF-8 are lone surrogates, as in arguments.
+    n_given : int
+        Characters of standard input before an argument.
     """
 
     number: int
     text: str
+    n_given: int = 0
+
+    @property
+    def own(self) -> str:
+        """Text without the standard input before it."""
+        return self.text[self.n_given :]
 
     def checked(self) -> str:
         """Return the text; raise `InvalidRequestError`, which names the line, if it is not UTF-8."""

@@ -122,13 +122,6 @@ class Terminal:
         """Type a text on the terminal."""
         os.write(self._master, text.encode())
 
-    def until_asleep(self) -> None:
-        """Wait until the child sleeps.  A signal that comes while `input` handles a key is noticed
-        only at the next key."""
-        status = Path(f"/proc/{self.child.pid}/stat")
-        while status.exists() and status.read_text().rpartition(") ")[2][0] == "R":
-            os.sched_yield()
-
     def exit_code(self) -> int:
         """Wait until the child has ended."""
         self.rest()

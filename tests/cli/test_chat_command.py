@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +17,13 @@ from PIL import Image as Pillow
 
 from cllm import Audio, Engine, EngineConfig, SamplingParams
 from cllm.cli.chat_commands import PARAMETERS, ChatCommands
-from cllm.cli.chat_files import last_chat_file
+from cllm.cli.chat_files import last_chat_file, write_chat
 from cllm.cli.chat_session import Chat
 from cllm.cli.history import History, Messages, Turn
 from cllm.cli.options import NO_OPTION, flags_of
 from cllm.cli.terminal import StandardOutput
 from cllm.settings import settings_of
-from tests.cli.children import BACKSPACE, CTRL_C, CTRL_D, ENDLESS, Terminal, run_cllm
+from tests.cli.children import BACKSPACE, CLLM, CTRL_C, CTRL_D, ENDLESS, ROOT, Terminal, run_cllm
 from tests.conftest import QUIET
 from tools import make_model, make_projector
 from tools.make_projector import PROJECTORS
@@ -105,11 +108,13 @@ def test_what_a_command_cannot_do_is_one_line_and_the_chat_goes_on() -> None:
         "/load pyproject.toml": "pyproject.toml is no chat",
         "/load": "cannot read",
         "/save /nowhere/x": "cannot write /nowhere/x: No such file",
-        "/save /": "cannot write /: Is a directory",
+        "/save /": "cannot write /: ",
         "/clar": "there is no command /clar, did you mean /clear",
         "/set tempp 1": "there is no parameter tempp; did you mean temp",
         "/set json_schema @/nowhere/x": "cannot read /nowhere/x: No such file",
         "/model /nowhere/x": "/nowhere/x",
+        "/load ~nosuchuser/x": "/load: ",
+        f"/tokens {'x' * (1 << 20)}y": "/tokens: ",
     }
     done = run_cllm("chat", *GREEDY, input="\n".join([*problems, "1+1="]))
     assert (done.returncode, done.stdout) == (0, "2\n")
@@ -307,10 +312,39 @@ def test_a_message_can_be_changed_in_an_editor_and_is_answered_anew(tmp_path: Pa
     lines = ("1+1=", "/edit", "/stats", "/edit", "/undo")
     done = run_cllm("chat", *GREEDY, input="\n".join(lines), EDITOR=f"{editor} --wait", VISUAL="")
     assert done.stdout == "2\n6\n"
-    assert [note.split(",")[0] for note in done.stderr.splitlines()] == [
-        "3+3=", "1 turn", "last answer: 4 tokens", "last prompt: 1 of 15 tokens computed",
-        "Nothing is changed.", "Taken back: 3+3=",
-    ] or "Taken back: 3+3=" in done.stderr  # fmt: skip
+    notes = done.stderr.splitlines()
+    assert notes[0] == "3+3="
+    assert notes[1].startswith("1 turn,")
+    assert notes[-2:] == ["Nothing is changed.", "Taken back: 3+3="]
+
+
+@pytest.mark.parametrize("command", ["/regen", "/edit"])
+def test_a_turn_that_gets_no_new_answer_stays(command: str, tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    long = "x" * 40_000
+    editor.write_text(f'#!/bin/sh\nprintf %s "{long}" > "$1"\n')
+    editor.chmod(0o700)
+    if command == "/regen":
+        lines = ["1+1=", "/set regex (", "/regen", "/set grammar null", "/undo"]
+    else:
+        lines = ["1+1=", "/edit", "/undo"]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines), EDITOR=str(editor), VISUAL="")
+    assert done.stdout == "2\n"
+    assert "The last turn is as before." in done.stderr
+    assert "Taken back: 1+1=" in done.stderr
+
+
+def test_an_interrupt_in_the_editor_loses_nothing(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nkill -INT $PPID\nsed -i "s/1+1/3+3/" "$1"\n')
+    editor.chmod(0o700)
+    environment = {"EDITOR": str(editor), "VISUAL": "", "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*CLLM, "chat", *GREEDY], input="1+1=\n/edit\n/stats\n", capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, **environment}, timeout=100, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "2\n6\n"), done.stderr
+    assert "1 turn," in done.stderr
 
 
 def test_an_editor_that_fails_changes_nothing() -> None:
@@ -319,6 +353,27 @@ def test_an_editor_that_fails_changes_nothing() -> None:
     )
     assert "Taken back: 1+1=" in done.stderr
     assert "/nowhere/editor" in done.stderr
+
+
+def test_what_has_no_end_or_is_not_utf_8_is_no_message() -> None:
+    done = run_cllm("chat", *GREEDY, input=b'"""repeat:\nx\xff\n"""\n1+1=\n"""2+2=\n')
+    assert (done.returncode, done.stdout) == (1, "2\n")
+    assert done.stderr.splitlines() == [
+        "cllm: line 2 of standard input is b'\\xff', must be UTF-8",
+        "cllm: the message from line 5 on has no end",
+    ]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    history = history_of(1, 10)
+    write_chat(file, history)
+    before = file.read_text()
+    history.system = "\udcff"
+    with pytest.raises(ValueError, match="surrogate"):
+        write_chat(file, history)
+    assert file.read_text() == before
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_the_last_chat_goes_on_and_is_readable_by_its_owner_alone(
@@ -332,6 +387,14 @@ def test_the_last_chat_goes_on_and_is_readable_by_its_owner_alone(
         done = run_cllm("chat", *GREEDY, "--continue", input="3+3=\n/stats")
         assert done.stdout == "6\n"
         assert f"{n} turns, " in done.stderr
+    other = run_cllm(
+        "chat", *GREEDY, "--continue", "--system", "Count.", input=f"/save {tmp_path}/other"
+    )
+    assert other.returncode == 0
+    assert json.loads((tmp_path / "other").read_text())["messages"][0] == {
+        "role": "system",
+        "content": "Count.",
+    }
     (file,) = (tmp_path / "cllm" / "chats").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
@@ -389,15 +452,27 @@ class Typing(Terminal):
 
     def until_prompt(self) -> None:
         """Wait until a message can be typed."""
-        self.until("> " if self.is_dumb else "\x1b[?2004h")
+        self.until(self.prompt)
 
-    is_dumb = True
+    def until_ended(self, press: Callable[[], None]) -> str:
+        """Press until the chat has ended, once a prompt: twice within two seconds, however slow the machine."""
+        shown = b""
+        while True:
+            press()
+            self._bytes = b""
+            while self.prompt.encode() not in self._bytes:
+                if not (chunk := self._read()):
+                    return (shown + self._bytes).decode()
+                self._bytes += chunk
+            shown += self._bytes
+
+    prompt = "> "
 
 
 def typing(*arguments: str, term: str) -> Typing:
     """Return a terminal that answers no questions about its cursor."""
     terminal = Typing(*arguments, environment={"TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"})
-    terminal.is_dumb = term == "dumb"
+    terminal.prompt = "> " if term == "dumb" else "\x1b[?2004h"
     return terminal
 
 
@@ -431,8 +506,7 @@ def test_ctrl_c_clears_the_line_and_pressed_again_ends_the_chat_which_is_kept(te
         terminal.send(f"half a mess{CTRL_C}")
         terminal.until("Ctrl-C again leaves")
         terminal.until_prompt()
-        terminal.send(CTRL_C)
-        rest = terminal.rest()
+        rest = terminal.until_ended(lambda: terminal.send(CTRL_C))
         assert "The chat is kept" in rest
         assert "Traceback" not in rest
         assert terminal.exit_code() == 0
@@ -445,8 +519,8 @@ def test_a_signal_at_the_prompt_does_what_ctrl_c_does() -> None:
         terminal.child.send_signal(signal.SIGINT)
         terminal.until("Ctrl-C again leaves")
         terminal.until_prompt()
-        terminal.child.send_signal(signal.SIGINT)
-        assert "Traceback" not in terminal.rest()
+        rest = terminal.until_ended(lambda: terminal.child.send_signal(signal.SIGINT))
+        assert "Traceback" not in rest
         assert terminal.exit_code() == 0
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cllm.cli import chat_output
 from cllm.cli.chat_output import MarkdownOutput, complete_blocks
 
 ANSWER = """# Title
@@ -37,7 +36,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def shown(text: str) -> str:
-    """What a terminal shows at the end: each "erase" removes the line that it is on."""
+    """The screen at the end: each "erase" removes the line that the cursor is on."""
     lines = [""]
     row = 0
     for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", text):
@@ -57,18 +56,14 @@ def shown(text: str) -> str:
 
 
 async def printed(pieces: list[str]) -> str:
-    """What is on the screen after an answer in these pieces, each drawn as it comes."""
+    """The screen after an answer in these pieces, each drawn as it comes."""
     file = io.StringIO()
     output = MarkdownOutput(Console(file=file, force_terminal=True, width=60, height=50))
     for piece in pieces:
+        output._redraw_at = 0.0  # each is drawn
         await output.write(piece)
     await output.finish()
     return shown(file.getvalue())
-
-
-@pytest.fixture(autouse=True)
-def _drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_output, "REDRAW_S", -1e9)
 
 
 @pytest.mark.anyio
@@ -103,11 +98,22 @@ async def test_an_answer_higher_than_the_terminal_is_whole_at_its_end() -> None:
     output = MarkdownOutput(Console(file=file, force_terminal=True, width=60, height=8))
     lines = [f"line {n}" for n in range(40)]
     for line in lines:
+        output._redraw_at = 0.0
         await output.write(f"{line}\n")
         n_drawn = file.getvalue().rpartition("\x1b[2K")[2].count("\n")
         assert n_drawn <= 8
     await output.finish()
     assert shown(file.getvalue()).splitlines()[-40:] == lines
+
+
+@pytest.mark.anyio
+async def test_addresses_and_loose_lists_are_shown_as_they_are_in_one_piece() -> None:
+    text = "1. one\n\n2. two\n\n[docs](https://example.com/a)\n\n[1]: https://example.com/b\n"
+    whole = await printed([text])
+    assert await printed(list(text)) == whole
+    assert "https://example.com/a" in whole
+    assert "https://example.com/b" in whole
+    assert " 1 one\n 2 two" in whole
 
 
 @given(st.text("ab\n#-*>`|1. \u2028\x85", max_size=60))

@@ -167,7 +167,7 @@ def test_standard_input_comes_before_each_prompt() -> None:
     done = run_cllm("generate", "--json", "a", "b", *GREEDY, "-n", "1", input="one\r\ntwo\n\n")
     prompts = [json.loads(line)["prompt"] for line in done.stdout.splitlines()]
     assert prompts == ["one\ntwo\n\na", "one\ntwo\n\nb"]
-    without = run_cllm("generate", "--json", "a", *GREEDY, "-n", "1")
+    without = run_cllm("generate", "--json", "a", *GREEDY, "-n", "1", input="\n\n")
     assert json.loads(without.stdout)["prompt"] == "a"
 
 
@@ -206,6 +206,10 @@ def test_flash_attention_without_a_value_is_on() -> None:
     assert as_spelt_here(["x", "-fa"]) == ["x", "--flash-attn"]
     assert as_spelt_here(["--flash-attn=auto", "on"]) == ["on"]
     assert as_spelt_here(["--", "-fa", "on"]) == ["--", "-fa", "on"]
+    assert as_spelt_here(["-fa", "on", "-fa"]) == ["--flash-attn", "--flash-attn"]
+    assert as_spelt_here(["-fa", "", "x"]) == ["--flash-attn", "", "x"]
+    assert as_spelt_here(["-fa", "0", "-fa=true"]) == ["--no-flash-attn", "--flash-attn"]
+    assert run_cllm("generate", "-fa=maybe", "x").returncode == 2
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "info"])
