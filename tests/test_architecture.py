@@ -84,7 +84,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
         ),
     ),
     ("cllm.server.bodies.schemas", ("cllm", "cllm.checks", "cllm.server")),
-    ("cllm.server.http.api_keys", ("cllm", "cllm.checks", "cllm.server")),
+    ("cllm.server.http.api_keys", ("cllm", "cllm.checks", "cllm.server", "cllm.settings")),
     ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.media_parts")),
     (
         "cllm.server.routes.messages",

@@ -23,7 +23,7 @@ from cllm import (
     SamplingParams,
 )
 from cllm.cli.chat_commands import ChatCommands
-from cllm.cli.chat_files import last_chat_file
+from cllm.cli.chat_files import last_chat_file, model_of
 from cllm.cli.chat_input import ChatInput, ScriptInput, unquoted
 from cllm.cli.chat_session import AnswerOutput, Chat
 from cllm.cli.options import TOY, EngineFlags, SamplingFlags, text_or_file, with_flags
@@ -78,9 +78,12 @@ async def _take(chat: Chat, commands: ChatCommands, message: str) -> None:
     if message.startswith("/") and not message.startswith("//"):
         await commands.obey(message)
     elif message:
-        attached, chat.attached = "".join(chat.attached), []
-        media, chat.media = tuple(chat.media), []
-        await chat.answer(attached + unquoted(message.removeprefix("/")), media)
+        attached, media = chat.attached, chat.media
+        chat.attached, chat.media = [], []
+        text = "".join(attached) + unquoted(message.removeprefix("/"))
+        if not await chat.answer(text, tuple(media)) and (attached or media):
+            chat.attached, chat.media = attached, media
+            note("The files stay before the next message.")
 
 
 async def _chat(
@@ -168,6 +171,8 @@ def chat(
     continued = last_chat_file() if go_on else None
     if go_on and continued is None:
         note("No chat is kept yet: this is a new one.")
+    if continued is not None and not ("model" in engine.given or "hf" in engine.given):
+        engine.given |= {"model": [model]} if (model := model_of(continued)) else {}
     has_markdown = markdown and has_styles(sys.stdout)
     return run(
         _chat,

@@ -29,6 +29,7 @@ from cllm import (
 from cllm.checks import closest
 from cllm.cli.chat_files import new_chat_file, read_chat, write_chat
 from cllm.cli.chat_session import Chat, n_turns
+from cllm.cli.habits import hint_for_model
 from cllm.cli.history import Turn
 from cllm.cli.options import READERS
 from cllm.cli.terminal import complain, note, visible
@@ -37,7 +38,7 @@ from cllm.hub.cache import cached_models
 from cllm.hub.names import is_name
 from cllm.settings import settings_of
 
-N_SHOWN = 64  # tokens of /tokens
+N_SHOWN = 64  # tokens of /tokens, and characters of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,9 @@ class ChatCommands:
         if not name:
             note("\n".join([f"{chat.name}, in use", *models()]))
             return
+        if hint := hint_for_model(name):
+            complain(f"{name}: {hint}")
+            return
         try:
             await chat.switch(name if is_name(name) else str(Path(name).expanduser()))
         except CllmError as error:
@@ -267,7 +271,7 @@ class ChatCommands:
             return
         try:
             file = Path(path).expanduser() if path else self._chat.file or new_chat_file()
-            write_chat(file, history)
+            write_chat(file, history, self._chat.model)
         except (OSError, RuntimeError) as error:
             problem = getattr(error, "strerror", None) or error
             complain(f"cannot write {path or 'the chat'}: {problem}")
@@ -276,6 +280,9 @@ class ChatCommands:
             note(f"{n_turns(len(history.turns))} in {file}")
 
     async def _load(self, path: str) -> None:
+        if not path:
+            complain("/load needs the path of a chat")
+            return
         await self.load(Path(path).expanduser())
 
     async def load(self, path: Path) -> bool:
@@ -298,7 +305,8 @@ class ChatCommands:
             complain(f"cannot continue {path}: {error}")
             return False
         chat.file = None
-        note(f"{n_turns(len(turns))}, {history.n_tokens:,} tokens")
+        last = f", the last: {turns[-1].message.strip()[:N_SHOWN]}" if turns else ""
+        note(f"{n_turns(len(turns))}, {history.n_tokens:,} tokens{last}")
         return True
 
     # --- The rest ------------------------------------------------------------------------------

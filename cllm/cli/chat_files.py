@@ -36,8 +36,13 @@ def last_chat_file() -> Path | None:
         return None
 
 
-def write_chat(path: Path, history: History) -> None:
+def write_chat(path: Path, history: History, model: str | None = None) -> None:
     """Replace a file by a chat as JSON, readable by its owner alone; images and recordings are paths.
+
+    Parameters
+    ----------
+    model : str, optional
+        Model of the chat, for `model_of`; None: the embedded one.
 
     Raises
     ------
@@ -46,9 +51,8 @@ def write_chat(path: Path, history: History) -> None:
     ValueError
         The chat has text that is not UTF-8.
     """
-    text = json.dumps(
-        {"messages": history.all_messages()}, ensure_ascii=False, indent=1, default=_path_of
-    )
+    chat = {"model": model, "messages": history.all_messages()}
+    text = json.dumps(chat, ensure_ascii=False, indent=1, default=_path_of)
     data = (text + "\n").encode()
     path = path.resolve()  # a link stays
     if path.exists() and not path.is_file():  # such as /dev/stdout
@@ -75,6 +79,15 @@ def read_chat(path: Path) -> tuple[str | None, list[Turn]]:
     """
     text = decoded(path.read_bytes(), "its line {}".format)
     return turns_of(json.loads(text)["messages"])
+
+
+def model_of(path: Path) -> str | None:
+    """Return the model of a chat; None if its file names none."""
+    try:
+        model = json.loads(path.read_bytes())["model"]
+    except (OSError, ValueError, KeyError, TypeError):  # reading the chat says so
+        return None
+    return model if isinstance(model, str) else None
 
 
 def _path_of(media: Image | Audio) -> str:

@@ -109,6 +109,12 @@ class Chat:
         return self._engine.model.name or self._engine.config.model_path.name
 
     @property
+    def model(self) -> str | None:
+        """File or name of the model; None: the embedded one."""
+        given = self._engine.config.model
+        return None if given is None else str(Path(given).absolute())
+
+    @property
     def is_of_toy(self) -> bool:
         """True if the embedded model answers."""
         return self._engine.config.model is None
@@ -167,7 +173,11 @@ class Chat:
         try:
             if self.file is None:
                 self.file = new_chat_file()
-            write_chat(self.file, self.history)
+            if self.history.turns:
+                write_chat(self.file, self.history, self.model)
+            else:  # all were taken back
+                self.file.unlink(missing_ok=True)
+                self.file = None
         except (OSError, RuntimeError, ValueError) as error:
             self.is_kept = False
             complain(f"the chat is not kept: {error}")

@@ -18,6 +18,7 @@ _COMMANDS = {
     "completion": "cllm generate",
     "embedding": "cllm embed",
     "perplexity": "cllm doctor",
+    "help": "cllm --help",
 }
 ON, OFF = ["--flash-attn"], ["--no-flash-attn"]
 _FLASH_ATTENTION: dict[str, list[str]] = {

@@ -96,12 +96,13 @@ def _address(config: Any, listener: socket.socket) -> str:
     if config.uds is not None:
         return f"unix:{config.uds}"
     scheme = "http" if config.ssl_certfile is None else "https"
-    return f"{scheme}://{config.shown_host}:{listener.getsockname()[1]}{config.root_path or ''}"
+    return f"{scheme}://{config.shown_host}:{listener.getsockname()[1]}"
 
 
 def _announce(name: str, address: str, is_toy: bool, has_page: bool) -> None:
     page = f"page at {address}/, " if has_page else ""
-    text = f"{name} at {address} ({page}docs at {address}/docs)"
+    pages = "" if address.startswith("unix:") else f" ({page}docs at {address}/docs)"
+    text = f"{name} at {address}{pages}"
     if os.environ.get("CLLM_LOG_FORMAT") == "json":
         logger.info("%s", text)
     else:

@@ -106,7 +106,8 @@ def test_what_a_command_cannot_do_is_one_line_and_the_chat_goes_on() -> None:
         "/undo it": "/undo takes nothing after it",
         "/file /nowhere/x": "cannot read /nowhere/x: No such file",
         "/load pyproject.toml": "pyproject.toml is no chat",
-        "/load": "cannot read",
+        "/load": "/load needs the path of a chat",
+        "/model llama3.2:1b": "hf:USER/REPO:QUANT",
         "/save /nowhere/x": "cannot write /nowhere/x: No such file",
         "/save /": "cannot write /: ",
         "/clar": "there is no command /clar, did you mean /clear",
@@ -133,7 +134,9 @@ def test_a_saved_chat_is_messages_and_goes_on_elsewhere(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = run_cllm("chat", *GREEDY, input=f"/load {path}\n3+3=\n/stats\n/undo\n/undo\n/stats")
     assert done.stdout == "6\n"
-    assert re.match(r"2 turns, \d\d+ tokens\n3 turns, \d\d+ of ", done.stderr), done.stderr
+    assert re.match(r"2 turns, \d\d+ tokens, the last: 2\+2=\n3 turns, \d\d+ of ", done.stderr), (
+        done.stderr
+    )
     assert "Taken back: 2+2=" in done.stderr
 
 
@@ -353,6 +356,29 @@ def test_an_editor_that_fails_changes_nothing() -> None:
     )
     assert "Taken back: 1+1=" in done.stderr
     assert "/nowhere/editor" in done.stderr
+
+
+def test_a_chat_resumes_with_its_model_and_names_its_last_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    other = tmp_path / "other.gguf"
+    other.write_bytes(EngineConfig().model_path.read_bytes().replace(b"cllm-tiny", b"cllm-twin"))
+    run_cllm("chat", "-m", str(other), *GREEDY, input="1+1=\n/save")
+    done = run_cllm("chat", *GREEDY, "--continue", input="/model\n/undo")
+    assert "the last: 1+1=" in done.stderr
+    assert "cllm-twin, in use" in done.stderr
+    # Its only turn was taken back: there is no chat any more.
+    assert "No chat is kept yet" in run_cllm("chat", "--continue", input="").stderr
+
+
+def test_files_stay_before_the_next_message_if_this_one_gets_no_answer(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("1+")
+    lines = [f"/file {file}", "/set regex (", "1=", "/set regex null", "1="]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert "The files stay before the next message." in done.stderr
+    assert len(done.stdout.splitlines()) >= 1
 
 
 def test_what_has_no_end_or_is_not_utf_8_is_no_message() -> None:

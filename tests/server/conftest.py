@@ -118,7 +118,9 @@ class Server:
         assert "Traceback" not in self.log, self.log[-4000:]
 
     def _find_url(self) -> str | None:
-        found = re.search(r"^(?:cllm: |\{).*? at ((?:https?|unix):\S+) ", self.log, re.MULTILINE)
+        found = re.search(
+            r'^(?:cllm: |\{).*? at ((?:https?|unix):[^\s"]+)[\s"]', self.log, re.MULTILINE
+        )
         if found is None:
             assert self.process.poll() is None, self.log
         return found and found[1]

@@ -19,10 +19,10 @@ from cllm import InvalidArgumentError
 from cllm.checks import INT32_MAX, check_float, check_int, check_tenant, closest
 from cllm.server.http.problems import too_many
 from cllm.server.operation.usage import Access
+from cllm.settings import HIDDEN
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
-HIDDEN = "hidden"  # in place of a value that may be a key
 CHECK_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
 
