@@ -100,8 +100,8 @@ def _address(config: Any, listener: socket.socket) -> str:
 
 
 def _announce(name: str, address: str, is_toy: bool, has_page: bool) -> None:
-    page = f"page at {address}/, " if has_page else ""
-    pages = "" if address.startswith("unix:") else f" ({page}docs at {address}/docs)"
+    page = f", page at {address}/" if has_page else ""
+    pages = "" if address.startswith("unix:") else f" (docs at {address}/docs{page})"
     text = f"{name} at {address}{pages}"
     if os.environ.get("CLLM_LOG_FORMAT") == "json":
         logger.info("%s", text)
