@@ -149,13 +149,14 @@ class Score:
     total : float
         Sum of `logprobs`.
     n_computed : int
-        Tokens of the prompt and the continuation that were computed, and not in the prefix cache.
+        Tokens of the prompt and the continuation that were computed, and not in the prefix cache; 0 from a
+        server.  Equal scores may differ in it.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     total: float
-    n_computed: int = 0
+    n_computed: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, completion: Completion) -> Score:

@@ -39,8 +39,10 @@ async def test_the_queries_are_promql_about_metrics_that_a_server_has(tmp_path: 
     keys = tmp_path / "keys.toml"
     keys.write_text('[a]\nkey = "k"\n')
     async with FakeEngine(lambda _: "x") as engine:
-        transport = httpx.ASGITransport(create_app(engine, ServerConfig(api_keys=str(keys))))
-        headers = {"Authorization": "Bearer k"}
+        transport = httpx.ASGITransport(
+            create_app(engine, ServerConfig(api_keys=str(keys), api_key="whole"))
+        )
+        headers = {"Authorization": "Bearer whole"}
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", headers=headers
         ) as client:
