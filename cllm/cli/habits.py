@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 # Commands of Ollama and llama.cpp, and those that do the same here.
 _COMMANDS = {
@@ -33,8 +34,8 @@ def hint_for_command(name: str) -> str:
 
 
 def hint_for_model(name: str) -> str:
-    """Return how to name a model that was named as Ollama does; "" for other names."""
-    if ":" not in name or not _OLLAMA_NAME.fullmatch(name):
+    """Return how to name a model that was named as Ollama does; "" for other names, and for files."""
+    if ":" not in name or not _OLLAMA_NAME.fullmatch(name) or Path(name).exists():
         return ""
     return "names of Ollama are not known: give a GGUF file or hf:USER/REPO:QUANT"
 

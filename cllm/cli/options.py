@@ -387,7 +387,7 @@ def model_file(given: str | None) -> Path | None:
             return None
         if is_name(given):
             return find_model(given)
-        if (hint := hint_for_model(given)) and not Path(given).exists():
+        if hint := hint_for_model(given):
             raise typer.BadParameter(f"{given}: {hint}", param_hint="-m")
         return Path(given)
     except InvalidArgumentError as error:

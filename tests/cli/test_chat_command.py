@@ -480,6 +480,12 @@ class Typing(Terminal):
         """Wait until a message can be typed."""
         self.until(self.prompt)
 
+    def leave(self) -> int:
+        """Press Ctrl-D at the prompt, and return the exit code."""
+        self.until_prompt()
+        self.send(CTRL_D)
+        return self.exit_code()
+
     def until_ended(self, press: Callable[[], None]) -> str:
         """Press until the chat has ended, once a prompt: twice within two seconds, however slow the machine."""
         shown = b""
@@ -517,9 +523,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat() -> None:
         terminal.until(FIVE)
         terminal.send(CTRL_C)
         terminal.until("stopped: ")
-        terminal.until_prompt()
-        terminal.send(CTRL_D)
-        assert terminal.exit_code() == 0
+        assert terminal.leave() == 0
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
@@ -559,9 +563,7 @@ def test_a_paste_of_several_lines_is_one_message() -> None:
         terminal.until_prompt()
         terminal.send("/stats\n")
         terminal.until("1 turn,")
-        terminal.until_prompt()
-        terminal.send(CTRL_D)
-        assert terminal.exit_code() == 0
+        assert terminal.leave() == 0
     (saved,) = [json.loads(path.read_text()) for path in [last_chat_file()] if path is not None]
     assert saved["messages"][0]["content"] == "repeat:one\ntwo"
 
@@ -571,9 +573,7 @@ def test_text_between_three_quotes_is_one_message_on_a_terminal_too() -> None:
         terminal.until_prompt()
         terminal.send('"""repeat:one\ntwo"""\n')
         terminal.until("tokens/s")
-        terminal.until_prompt()
-        terminal.send(CTRL_D)
-        assert terminal.exit_code() == 0
+        assert terminal.leave() == 0
     path = last_chat_file()
     assert path is not None
     assert json.loads(path.read_text())["messages"][0]["content"] == "repeat:one\ntwo"
@@ -594,9 +594,7 @@ def test_tab_completes_commands_and_files_and_names(tmp_path: Path) -> None:
                 terminal.until(completed or text[-1])
             terminal.send("\n")
             terminal.until(found)
-        terminal.until_prompt()
-        terminal.send(CTRL_D)
-        assert terminal.exit_code() == 0
+        assert terminal.leave() == 0
 
 
 def test_ctrl_r_finds_a_message_of_an_earlier_session() -> None:
@@ -605,9 +603,7 @@ def test_ctrl_r_finds_a_message_of_an_earlier_session() -> None:
             terminal.until_prompt()
             terminal.send(typed)
             terminal.until(f"{answer}\r\n")
-            terminal.until_prompt()
-            terminal.send(CTRL_D)
-            assert terminal.exit_code() == 0
+            assert terminal.leave() == 0
 
 
 def test_an_answer_on_a_terminal_ends_with_its_pace() -> None:
@@ -617,9 +613,7 @@ def test_an_answer_on_a_terminal_ends_with_its_pace() -> None:
         terminal.until("19 20\r\n")
         terminal.until("\x1b[2mcllm-tiny: ")
         assert "tokens/s" in terminal.until("\x1b[0m")
-        terminal.until_prompt()
-        terminal.send(CTRL_D)
-        assert terminal.exit_code() == 0
+        assert terminal.leave() == 0
 
 
 def test_backspace_takes_a_whole_character() -> None:
@@ -627,9 +621,7 @@ def test_backspace_takes_a_whole_character() -> None:
         terminal.until_prompt()
         terminal.send(f"repeat:你好🙂{BACKSPACE}{BACKSPACE}!\n")
         terminal.until("你!\r\n")
-        terminal.until_prompt()
-        terminal.send(CTRL_D)
-        assert terminal.exit_code() == 0
+        assert terminal.leave() == 0
 
 
 # --- The partial answer ----------------------------------------------------------------------

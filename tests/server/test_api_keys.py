@@ -59,7 +59,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def refusal(ring: KeyRing, token: bytes, access: Access | None = None) -> str | None:
-    """What a request with this key is refused with; None if it is admitted."""
+    """Text of the refusal of a request with this key; None if it is admitted."""
     key = ring.find(token)
     assert key is not None
     try:

@@ -307,32 +307,11 @@ async def test_text_of_a_client_cannot_look_like_a_field_of_the_line(
     assert 'path="/a status=200\\n" status=404' in caplog.text
 
 
-@pytest.mark.anyio
-async def test_an_error_of_the_server_is_a_line_with_its_status(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def fields_of_broken(
+    app: Any, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> dict[str, Any]:
+    """Fields of the line about a request whose application raises an error."""
     caplog.set_level(logging.INFO, "cllm.access")
-
-    async def broken(scope: Any, receive: Any, send: Any) -> None:
-        raise LookupError
-
-    async def nothing(*_: Any) -> Any: ...
-
-    with pytest.raises(LookupError):
-        await AccessLog(broken)({"type": "http", "path": "/x", "method": "GET"}, nothing, nothing)
-    assert fields_of(caplog)[0][1]["status"] == 500
-
-
-@pytest.mark.anyio
-async def test_an_answer_that_its_client_does_not_take_is_marked(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "cllm.access")
-
-    async def broken(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x", "more_body": True})
-        raise OSError("the client has left")
 
     async def send(message: Any) -> None:
         await anyio.lowlevel.checkpoint()
@@ -341,7 +320,30 @@ async def test_an_answer_that_its_client_does_not_take_is_marked(
         await anyio.sleep_forever()
 
     scope = {"type": "http", "path": "/generate", "method": "POST"}
-    with pytest.raises(OSError, match="left"):
-        await AccessLog(broken)(scope, receive, send)
+    with pytest.raises(error):
+        await AccessLog(app)(scope, receive, send)
     ((_, fields),) = fields_of(caplog)
+    return fields
+
+
+@pytest.mark.anyio
+async def test_an_error_of_the_server_is_a_line_with_its_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        raise LookupError
+
+    assert (await fields_of_broken(broken, LookupError, caplog))["status"] == 500
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_its_client_does_not_take_is_marked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def left(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        raise OSError("the client has left")
+
+    fields = await fields_of_broken(left, OSError, caplog)
     assert (fields["status"], fields["is_complete"]) == (200, False)

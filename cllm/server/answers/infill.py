@@ -1,11 +1,11 @@
-"""The prompt of a text with a gap in it, as llama-server makes it.  Pure."""
+"""The prompt of a text with a gap in it, as llama-server makes it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from cllm import FimTokens
+from cllm import Engine, FimTokens
 
 Tokenize = Callable[[str], Awaitable[Sequence[int]]]
 # Separator of other files for a model without a token for files; the same as in llama-server.
@@ -32,6 +32,15 @@ class Gap:
     suffix: str
     extra: Sequence[tuple[str, str]] = ()
     middle: str = ""
+
+
+async def prompt_of_gap(engine: Engine, fim: FimTokens, gap: Gap, n_output: int = 1) -> list[int]:
+    """Return the prompt for a gap, with room for `n_output` tokens in the context of the engine."""
+
+    async def tokenize(text: str) -> list[int]:
+        return await engine.tokenize(text, add_special=False) if text else []
+
+    return await infill_prompt(gap, fim, tokenize, max(1, engine.model.n_ctx - max(1, n_output)))
 
 
 async def infill_prompt(gap: Gap, fim: FimTokens, tokenize: Tokenize, n_max: int) -> list[int]:

@@ -54,7 +54,7 @@ class Observation:
 
     @contextmanager
     def of(self, stream: TokenStream, started: Started) -> Iterator[Watch]:
-        """Yield a watch to tell of the stream's deltas and completion; the block is the span of the stream."""
+        """Yield the account of a stream, for its reader to keep; the block is the span of the stream."""
         with self.tracing.request(
             stream.request_id,
             self.headers,
@@ -79,6 +79,7 @@ class Observation:
                         self.access.given_up(stream.n_prompt, watch.n_output)
 
 
+@dataclass(slots=True)
 class Watch:
     """Account of one stream.
 
@@ -90,17 +91,8 @@ class Watch:
         None until the stream has ended; for ever if its client has left, or it failed.
     """
 
-    def __init__(self) -> None:
-        self.n_output: int = 0
-        self.completion: Completion | None = None
-
-    def add(self, delta: TokenDelta) -> None:
-        """Count a delta."""
-        self.n_output += len(delta.token_ids)
-
-    def end(self, completion: Completion) -> None:
-        """Keep the completion."""
-        self.completion = completion
+    n_output: int = 0
+    completion: Completion | None = None
 
 
 async def run_streams(
@@ -120,9 +112,8 @@ async def run_streams(
     async def read(index: int, stream: TokenStream) -> Completion:
         with observation.of(stream, started) as watch:
             on_each = on_delta and partial(on_delta, index)
-            completion = await _read(stream, observation.metrics, on_each, watch.add)
-            watch.end(completion)
-            return completion
+            watch.completion = await _read(stream, observation.metrics, on_each, watch)
+            return watch.completion
 
     async with AsyncExitStack() as opened:
         for stream in streams:
@@ -159,7 +150,7 @@ async def _read(
     stream: TokenStream,
     metrics: Metrics,
     on_delta: Callable[[TokenDelta], Awaitable[None]] | None,
-    count: Callable[[TokenDelta], None],
+    watch: Watch,
 ) -> Completion:
     last: float | None = None
     async for delta in stream:
@@ -167,7 +158,7 @@ async def _read(
         if last is not None and delta.token_ids:
             metrics.gap(now - last)
         last = now
-        count(delta)
+        watch.n_output += len(delta.token_ids)
         if on_delta is not None:
             await on_delta(delta)
             if time.perf_counter() - now > SLOW_WRITE_S:

@@ -34,6 +34,7 @@ from cllm.server.bodies.schemas import (
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import Event, Reply, Writer
+from cllm.server.operation.usage import milliseconds
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
 
@@ -226,7 +227,7 @@ def _account_of(completion: Completion) -> dict[str, Any]:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 3)
+    return None if seconds is None else milliseconds(seconds)
 
 
 def logprob_of(logprob: TokenLogprob) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from cllm import (
 from cllm.server.answers.answer import AnswerForm, answer
 from cllm.server.answers.chat_call import seeded
 from cllm.server.answers.formats import deadline_of
-from cllm.server.answers.infill import Gap, infill_prompt
+from cllm.server.answers.infill import Gap, prompt_of_gap
 from cllm.server.answers.running import check_in_time
 from cllm.server.bodies.fields import MAX_SEED, MEDIA_MARKER, NO_LIMIT, SAMPLING_FIELDS
 from cllm.server.bodies.schemas import (
@@ -68,14 +68,9 @@ async def infill(body: InfillBody, request: Request) -> Response:
             "Infill is not supported by this model: it has no prefix, suffix and middle tokens"
         )
         raise Problem(501, missing)
-
-    async def tokenize(text: str) -> list[int]:
-        return await engine.tokenize(text, add_special=False) if text else []
-
     n_output = N_INFILL if body.n_predict is None else min(body.n_predict, N_INFILL)
     gap = Gap(body.input_prefix, body.input_suffix, _others(body.input_extra), body.prompt)
-    n_max = max(1, engine.model.n_ctx - max(1, n_output))
-    prompt = await infill_prompt(gap, fim, tokenize, n_max)
+    prompt = await prompt_of_gap(engine, fim, gap, n_output)
     return _answer(state_of(request), body, [prompt], request)
 
 

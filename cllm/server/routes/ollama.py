@@ -30,7 +30,7 @@ from cllm import (
 )
 from cllm.server.answers.answer import AnswerForm, answer
 from cllm.server.answers.chat_call import ChatCall, answer_chat, client_tools_of, hinted
-from cllm.server.answers.infill import Gap, infill_prompt
+from cllm.server.answers.infill import Gap, prompt_of_gap
 from cllm.server.bodies.fields import (
     MAX_SEED,
     NO_LIMIT,
@@ -196,12 +196,7 @@ async def generate(body: OllamaGenerateBody, request: Request) -> Response:
 async def _filled(engine: Engine, body: OllamaGenerateBody) -> Any:
     if (fim := engine.model.fim) is None:
         raise Problem(400, f"{body.model!r} does not support insert", param="suffix")
-
-    async def tokenize(text: str) -> list[int]:
-        return await engine.tokenize(text, add_special=False) if text else []
-
-    gap = Gap(body.prompt, body.suffix, [], "")
-    return await infill_prompt(gap, fim, tokenize, max(1, engine.model.n_ctx - 1))
+    return await prompt_of_gap(engine, fim, Gap(body.prompt, body.suffix))
 
 
 async def _call(
