@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Server, refusal_of
+from tests.server.conftest import Server, refusal_of, running
 
 HEAD = "The river runs down to the sea, and an old man watches it go by: "
 GREEDY: dict[str, Any] = {"prompt": HEAD, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
-def test_cached_prefixes_are_erased(server: Server) -> None:
-    with server.client() as client:
+def test_cached_prefixes_are_erased(tmp_path: Path) -> None:
+    # In a server of many requests, this prefix may have left the cells for host memory already.
+    with running(tmp_path / "log") as server, server.client() as client:
         client.post("/generate", json=GREEDY)
         cached = [s for s in client.get("/slots").json() if s["state"] == "cached"]
         assert cached

@@ -151,8 +151,9 @@ class RunQueue:
         """Start the most urgent waiting sequences while there is room."""
         if self._media is not None:
             self._media.request(self.waiting)
-        while self._has_seat and (first := scheduler.next_admitted(self.waiting, now)) is not None:
-            if not self._start(first, now):
+        while self._has_seat:
+            first = scheduler.next_admitted(self.waiting, now, self.running)
+            if first is None or not self._start(first, now):
                 break
         self._manager.place_followers(self.running, now)
 

@@ -186,18 +186,23 @@ def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[o
     return urgencies
 
 
-def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
-    """Return the sequence that is served first; None without any."""
+def most_urgent(
+    sequences: Iterable[Sequence], now: float, running: Iterable[Sequence] = ()
+) -> Sequence | None:
+    """Return the sequence that is served first, beside those that have a seq_id; None without any."""
     several = list(sequences)
-    return min(several, key=by_turn(several, now), default=None)
+    return min(several, key=by_turn(several, now, running), default=None)
 
 
-def next_admitted(waiting: Iterable[Sequence], now: float) -> Sequence | None:
+def next_admitted(
+    waiting: Iterable[Sequence], now: float, running: Iterable[Sequence] = ()
+) -> Sequence | None:
     """Return the waiting sequence to start next, the most urgent one; None without any.
 
     Paused sequences, and those whose prefix is being read from a file, are skipped.
     """
-    return most_urgent((s for s in waiting if not (s.is_paused or s.placement.is_loading)), now)
+    able = (s for s in waiting if not (s.is_paused or s.placement.is_loading))
+    return most_urgent(able, now, running)
 
 
 def has_room(

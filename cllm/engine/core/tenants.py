@@ -1,7 +1,9 @@
 """Tenants: how many rows each has had, and whose requests come next.  Inference thread only.
 
 Deficit round robin without a fixed quantum: a tenant's share is its rows divided by its weight, and
-the tenant that is furthest behind has the next turn.  Nothing is saved up: a tenant that comes, or
+the tenant that is furthest behind has the next turn.  A seq_id that becomes free goes to the tenant with
+fewest running sequences for its weight: a client that asks again as soon as it is answered keeps its own.
+Nothing is saved up: a tenant that comes, or
 comes back, starts level with the one that is furthest behind.  A tenant with little to do counts as at
 most `MAX_DEFICIT` rows behind.
 
@@ -79,10 +81,13 @@ class Tenants:
             tenant.served = max(tenant.served, most - bound)
 
 
-def by_turn(wanting: Iterable[Sequence], now: float) -> Callable[[Sequence], tuple[Any, ...]]:
+def by_turn(
+    wanting: Iterable[Sequence], now: float, running: Iterable[Sequence] = ()
+) -> Callable[[Sequence], tuple[Any, ...]]:
     """Return the sort key of sequences that compete for rows or a seq_id: the smallest comes first.
 
-    Sequences of one tenant are sorted by `Sequence.urgency` alone.
+    Sequences of one tenant are sorted by `Sequence.urgency` alone.  For a seq_id, the tenant with fewest
+    sequences in `running` for its weight comes first, and its rows count only among equals.
     """
     of_tenant: dict[str, list[Sequence]] = {}
     for s in wanting:
@@ -90,8 +95,13 @@ def by_turn(wanting: Iterable[Sequence], now: float) -> Callable[[Sequence], tup
     if len(of_tenant) <= 1:
         return lambda s: s.urgency(now)
     tenants = [several[0].tenant for several in of_tenant.values()]
-    first, second = sorted(tenants, key=lambda t: t.served)[:2]
-    rises = first if first.served < second.served else None
+    taken = seats(running)
+
+    def share_of(tenant: Tenant) -> tuple[float, float]:
+        return taken[tenant.name] / tenant.weight, tenant.served
+
+    first, second = sorted(tenants, key=share_of)[:2]
+    rises = first if share_of(first) < share_of(second) else None
 
     def level_of(s: Sequence) -> int:
         """Return the level of a request among those of other tenants."""
@@ -106,7 +116,7 @@ def by_turn(wanting: Iterable[Sequence], now: float) -> Callable[[Sequence], tup
 
     def key(s: Sequence) -> tuple[Any, ...]:
         level = levels[s] if s in levels else level_of(s)
-        return level, s.tenant.served, s.tenant.admitted_at, s.tenant.name, *s.urgency(now)
+        return level, *share_of(s.tenant), s.tenant.admitted_at, s.tenant.name, *s.urgency(now)
 
     return key
 

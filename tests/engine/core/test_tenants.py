@@ -37,14 +37,16 @@ LAYOUTS = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def flooded(n_requests: int = 200, *, latency_s: float = 0.01, **options: Any) -> Simulator:
+def flooded(
+    n_requests: int = 200, *, latency_s: float = 0.01, max_tokens: int = 20, **options: Any
+) -> Simulator:
     """An engine that computes what one tenant has sent at once."""
     sim = Simulator(
         **{"n_ctx": 512, "n_seq_max": 4, "n_batch": 64, "answer": endless, **options},
         latency_s=latency_s,
     )
     for n in range(n_requests):
-        sim.submit(f"request {n} of a".encode(), max_tokens=20, tenant="a")
+        sim.submit(f"request {n} of a".encode(), max_tokens=max_tokens, tenant="a")
     sim.tick(6)
     return sim
 
@@ -70,6 +72,36 @@ def test_a_flood_of_one_tenant_delays_a_request_of_another_by_a_turn_at_most(
     sim.run(at_most=5000)
     sim.check_outcomes()
     sim.check_idle()
+
+
+def ticks_to_first_tokens(sim: Simulator, n_clients: int = 4, n_requests: int = 48) -> list[int]:
+    """Ticks to each first token of clients of b that ask again as soon as they are answered; sorted."""
+    n_ticks: list[int] = []
+    since: dict[str, int] = {}
+    for now in range(4000):
+        ended = [request_id for request_id in since if request_id in sim.finished]
+        for request_id in ended:
+            del since[request_id]
+        while len(since) < n_clients and len(n_ticks) + len(since) < n_requests:
+            since[sim.submit(f"{now}, {len(since)} of b".encode(), max_tokens=32, tenant="b")] = now
+        if not since:
+            return sorted(n_ticks)
+        silent = [request_id for request_id in since if not sim.tokens[request_id]]
+        sim.tick()
+        n_ticks += [now + 1 - since[request_id] for request_id in silent if sim.tokens[request_id]]
+    raise AssertionError("the clients are not answered")
+
+
+@pytest.mark.parametrize("separates_prompts", [False, True])
+def test_clients_that_ask_again_and_again_hardly_wait_longer_beside_a_flood(
+    separates_prompts: bool,
+) -> None:
+    options: dict[str, Any] = {"n_seq_max": 8, "n_ctx": 4096, "max_tokens": 32}
+    options["separates_prompts"] = separates_prompts
+    alone, beside = (ticks_to_first_tokens(flooded(n, **options)) for n in (0, 200))
+    assert sum(beside) <= 1.15 * sum(alone)
+    p95 = int(0.95 * (len(alone) - 1))
+    assert beside[p95] <= 1.5 * alone[p95]
 
 
 def test_a_flood_that_has_waited_for_long_is_no_more_urgent_than_a_new_tenant() -> None:
