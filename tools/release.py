@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,8 @@ VULKAN = "libvulkan.so.1"
 IN_LIBMTMD = {
     "stb_image": "MIT", "miniaudio": "MIT-0", "xxHash": "BSD-2-Clause", "rotate-bits": "MIT",
 }  # fmt: skip
+# Libraries of the page, and their licences.
+IN_PAGE = {"markdown-it.js": "MIT", "highlight.js": "BSD-3-Clause", "temml.js": "MIT"}
 
 
 def say(text: str) -> None:
@@ -202,12 +205,13 @@ def components(wheel: Path) -> list[dict[str, Any]]:
         names = archive.namelist()
         record = json.loads(archive.read("cllm/_native/build.json"))
         openmp = next(name for name in names if "libgomp" in name)
-        markdown = next(name for name in names if name.endswith("/markdown-it.js"))
-        first_lines = archive.read(markdown)[:200].decode()
-        hashes = {
-            name: hashlib.sha256(archive.read(name)).hexdigest() for name in (openmp, markdown)
-        }
-    version = next(w for w in first_lines.split() if w[:1] == "v" and w[1:2].isdigit())[1:]
+        openmp_hash = hashlib.sha256(archive.read(openmp)).hexdigest()
+        page = [
+            _of_page(
+                archive.read(next(name for name in names if name.endswith(f"/{library}"))), licence
+            )
+            for library, licence in IN_PAGE.items()
+        ]
     return [
         {
             "type": "library", "name": "llama.cpp", "version": record["commit"],
@@ -226,15 +230,21 @@ def components(wheel: Path) -> list[dict[str, Any]]:
         ),
         {
             "type": "library", "name": "libgomp", "version": record["compiler"],
-            "bom-ref": "libgomp", "hashes": [{"alg": "SHA-256", "content": hashes[openmp]}],
+            "bom-ref": "libgomp", "hashes": [{"alg": "SHA-256", "content": openmp_hash}],
             "licenses": [{"expression": "GPL-3.0-or-later WITH GCC-exception-3.1"}],
         },
-        {
-            "type": "library", "name": "markdown-it", "version": version, "bom-ref": "markdown-it",
-            "purl": f"pkg:npm/markdown-it@{version}", "licenses": [{"license": {"id": "MIT"}}],
-            "hashes": [{"alg": "SHA-256", "content": hashes[markdown]}],
-        },
+        *page,
     ]  # fmt: skip
+
+
+def _of_page(content: bytes, licence: str) -> dict[str, Any]:
+    """Return a library of the page; its first lines have its name and its version."""
+    name, version = re.findall(rb"\* (\S+) v(\S+)", content[:200])[0]
+    return {
+        "type": "library", "name": name.decode(), "version": version.decode(), "bom-ref": name.decode(),
+        "purl": f"pkg:npm/{name.decode()}@{version.decode()}", "licenses": [{"license": {"id": licence}}],
+        "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(content).hexdigest()}],
+    }  # fmt: skip
 
 
 def main() -> None:

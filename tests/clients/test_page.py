@@ -5,11 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,73 +15,13 @@ import pytest
 
 from cllm import Audio, Image
 
-playwright = pytest.importorskip(
+pytest.importorskip(
     "playwright.sync_api",
     reason="the browser is driven from another environment: make test-clients",
 )
-from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip(
-        "there is no chromium; on Debian: apt-get install chromium", allow_module_level=True
-    )
-
-N_STREAMS = 16
-HERE = "http://127.0.0.1:"
-
-
-def is_fault(said: ConsoleMessage) -> bool:
-    """Whether a line of the console tells of one; that an answer was 401 is none."""
-    return said.type == "error" and "Failed to load resource" not in said.text
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with playwright.sync_playwright() as driver:
-        # Of root it wants to be told that there is no sandbox.
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A tab that reports what went wrong in it."""
-    context = browser.new_context()
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if is_fault(said) else None)
-    page.on("request", lambda asked: wrong.append(asked.url) if HERE not in asked.url else None)
-    yield page
-    assert not wrong
-    context.close()
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[str]:
-    """A real server of the embedded model."""
-    options = "--port", "0", "--n-threads", "1", "-c", "4096", "--n-seq-max", str(N_STREAMS)
-    with subprocess.Popen(
-        [sys.executable, "-m", "cllm", "serve", *options], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        url = next(line.split()[3] for line in process.stderr if " at http" in line)
-        # Nobody else reads it, and a full pipe would stop the server.
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        try:
-            while httpx.get(f"{url}/health").status_code != 200:
-                pass
-            yield url
-        finally:
-            process.terminate()
-            assert process.wait(30) == 0
-
-
-def say(page: Page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.get_by_label("Message", exact=True).press("Enter")
+from tests.clients.conftest import N_STREAMS, say
 
 
 def test_an_answer_comes_with_its_thought_folded_and_survives_a_reload(
@@ -199,8 +135,8 @@ def test_a_chat_with_such_a_text_goes_on_and_opens_again(
     expect(page.locator(".message.assistant")).to_have_count(2)
 
 
-def test_an_answer_can_be_stopped_edited_and_made_again(page: Page, served: str) -> None:
-    page.goto(served)
+def test_an_answer_can_be_stopped_edited_and_made_again(page: Page, served_model: str) -> None:
+    page.goto(served_model)
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("0")
     say(page, "count:1..199")
@@ -208,13 +144,13 @@ def test_an_answer_can_be_stopped_edited_and_made_again(page: Page, served: str)
     page.keyboard.press("Escape")
     expect(page.locator(".facts")).to_contain_text("stopped")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
-    while any(slot["request_id"] for slot in httpx.get(f"{served}/slots").json()):
+    while any(slot["request_id"] for slot in httpx.get(f"{served_model}/slots").json()):
         pass  # its cells are free again
     page.get_by_role("button", name="Edit").click()
-    expect(page.locator(".message")).to_have_count(0)
-    say(page, "1+1=")
+    page.get_by_label("Edited message").fill("1+1=")
+    page.get_by_label("Edited message").press("Enter")
     asked: Any = {"messages": [{"role": "user", "content": "1+1="}], "temperature": 0, "model": "m"}
-    right = httpx.post(f"{served}/v1/chat/completions", json=asked).json()
+    right = httpx.post(f"{served_model}/v1/chat/completions", json=asked).json()
     expect(page.locator(".variant > p").first).to_have_text(
         right["choices"][0]["message"]["content"]
     )
@@ -224,8 +160,10 @@ def test_an_answer_can_be_stopped_edited_and_made_again(page: Page, served: str)
     expect(page.locator(".message")).to_have_count(2)
 
 
-def test_answers_stand_side_by_side_and_the_chosen_one_goes_on(page: Page, served: str) -> None:
-    page.goto(served)
+def test_answers_stand_side_by_side_and_the_chosen_one_goes_on(
+    page: Page, served_model: str
+) -> None:
+    page.goto(served_model)
     page.get_by_text("Settings").click()
     for label, value in (("Answers side by side", "3"), ("Seed", "1"), ("Most tokens", "8")):
         page.get_by_label(label).fill(value)
@@ -257,8 +195,8 @@ def test_two_tabs_keep_each_other_s_chats(page: Page, base_url: str) -> None:
     expect(page.locator("#chats li")).to_have_count(2)
 
 
-def test_the_engine_is_seen_at_work_and_what_is_shared(page: Page, served: str) -> None:
-    page.goto(f"{served}/#engine")
+def test_the_engine_is_seen_at_work_and_what_is_shared(page: Page, served_model: str) -> None:
+    page.goto(f"{served_model}/#engine")
     prompt = "repeat:" + "the beginning that all of them share " * 8
     stop = threading.Event()
 
@@ -270,7 +208,7 @@ def test_the_engine_is_seen_at_work_and_what_is_shared(page: Page, served: str) 
             "seed": number,
         }
         while not stop.is_set():
-            httpx.post(f"{served}/generate", json=body, timeout=60)
+            httpx.post(f"{served_model}/generate", json=body, timeout=60)
 
     with ThreadPoolExecutor(N_STREAMS) as clients:
         try:
@@ -290,7 +228,7 @@ def test_the_engine_is_seen_at_work_and_what_is_shared(page: Page, served: str) 
     expect(page.get_by_label("Message", exact=True)).to_be_visible()
 
 
-def test_a_server_with_a_key_asks_for_it_once(page: Page, served: str) -> None:
+def test_a_server_with_a_key_asks_for_it_once(page: Page, served_model: str) -> None:
     """As far as the page goes: its server says 401 until a key comes."""
 
     def guarded(route: Route) -> None:
@@ -302,7 +240,7 @@ def test_a_server_with_a_key_asks_for_it_once(page: Page, served: str) -> None:
             )
 
     page.route("**/v1/chat/completions", guarded)
-    page.goto(served)
+    page.goto(served_model)
     say(page, "1+1=")
     page.get_by_role("textbox", name="Key").fill("right")
     page.get_by_role("button", name="Use it").click()
@@ -387,8 +325,10 @@ def test_pictures_come_by_button_paste_and_drop_and_are_seen(page: Page, base_ur
     page.reload()
     expect(page.locator(".message.user img")).to_have_count(2)
     page.get_by_role("button", name="Edit").click()
-    expect(waiting).to_have_count(2)
-    say(page, "")
+    expect(page.locator(".editor img")).to_have_count(2)
+    page.get_by_label("Edited message").fill("")
+    page.get_by_label("Edited message").press("Enter")
+    expect(page.locator(".message.user").get_by_text("2/2")).to_be_visible()
     expect(page.locator(".message.assistant .variant > p").first).to_have_text("I see 2.")
     expect(page.locator("#chats li button").first).to_have_text("A picture")
 
@@ -416,21 +356,30 @@ def test_recordings_are_played_and_heard(page: Page, base_url: str) -> None:
     )
     assert played.evaluate("audio => audio.duration") == pytest.approx(0.05)
     page.get_by_role("button", name="Edit").click()
-    expect(waiting).to_have_count(1)
+    expect(page.locator(".editor audio")).to_have_count(1)
 
 
 def test_a_file_that_is_no_picture_is_said(page: Page, base_url: str) -> None:
     page.goto(base_url)
     expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
-    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, b"GGUF", "model.gguf", "")})
-    expect(page.get_by_role("status")).to_contain_text("model.gguf is no picture")
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, b"GGUF\xff", "m.gguf", "")})
+    expect(page.get_by_role("status")).to_contain_text("m.gguf is no text of at most 1 MB")
+    broken = a_file(page, b"GGUF", "a.png")
+    page.dispatch_event("#chat", "drop", {"dataTransfer": broken})
+    expect(page.get_by_role("status")).to_contain_text("a.png is no picture that this browser")
     expect(page.locator("#pictures li")).to_have_count(0)
 
 
-def test_pictures_are_not_offered_for_a_model_that_takes_none(page: Page, served: str) -> None:
-    page.goto(served)
+def test_pictures_are_not_offered_for_a_model_that_takes_none(
+    page: Page, served_model: str
+) -> None:
+    page.goto(served_model)
     expect(page.locator("#model")).to_have_text("cllm-tiny")
-    expect(page.locator("#add-picture")).to_be_hidden()
+    expect(page.get_by_role("button", name="Add a text", exact=True)).to_be_visible()
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, picture(40))})
+    expect(page.get_by_role("status")).to_have_text(
+        "picture.png is a picture, and this model takes none."
+    )
 
 
 def test_a_page_that_is_opened_early_waits_for_the_model(page: Page, base_url: str) -> None:

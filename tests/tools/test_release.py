@@ -11,7 +11,12 @@ import pytest
 
 from tools import release
 
-MARKDOWN = "/**\n * markdown-it v15.0.3 - a markdown parser\n * Copyright (c) Vitaly Puzrin. (MIT License)\n */"
+
+def page_library(name: str) -> bytes:
+    """The beginning of a library of the page, as this checkout has it."""
+    return (release.ROOT / "cllm/server/page_files" / name).read_bytes()[:400]
+
+
 RECORD = {
     "commit": "0c1e57098",
     "source_sha256": "ab" * 32,
@@ -27,22 +32,19 @@ def wheel(tmp_path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("cllm/_native/build.json", json.dumps(RECORD))
         archive.writestr("cllm/_native/lib/libgomp.so.1", "OpenMP")
-        archive.writestr("cllm/server/page_files/markdown-it.js", MARKDOWN)
+        for name in release.IN_PAGE:
+            archive.writestr(f"cllm/server/page_files/{name}", page_library(name))
     return path
 
 
 def test_what_is_inside_of_a_wheel_and_not_ours_is_named_with_its_version(wheel: Path) -> None:
-    llama, *in_libmtmd, openmp, markdown = release.components(wheel)
+    llama, *in_libmtmd, openmp, markdown, highlight, temml = release.components(wheel)
     assert (llama["name"], llama["version"]) == ("llama.cpp", "0c1e57098")
     assert llama["hashes"][0]["content"] == RECORD["source_sha256"]
     assert [each["name"] for each in in_libmtmd] == [*release.IN_LIBMTMD]
     assert openmp["hashes"][0]["content"] == hashlib.sha256(b"OpenMP").hexdigest()
-    assert (markdown["name"], markdown["version"]) == ("markdown-it", "15.0.3")
-
-
-def test_everything_that_a_wheel_of_this_checkout_carries_is_found() -> None:
-    page = release.ROOT / "cllm/server/page_files/markdown-it.js"
-    assert page.read_text(encoding="utf-8").startswith(MARKDOWN[:30])
+    in_page = [(part["name"], part["version"]) for part in (markdown, highlight, temml)]
+    assert in_page == [("markdown-it", "15.0.3"), ("highlight.js", "11.12.0"), ("temml", "0.13.5")]
 
 
 def test_an_earlier_release_is_not_written_over(

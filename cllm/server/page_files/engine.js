@@ -1,7 +1,7 @@
 // The engine as it runs: numbers, KV cache, ticks, sequences.
 
 import { drawCells, drawLanes, drawTicks } from "./drawings.js";
-import { node } from "./markdown.js";
+import { node } from "./node.js";
 import { ask, errorOf, eventsOf } from "./server.js";
 
 const N_TICKS = 400; // that are drawn

@@ -1,10 +1,12 @@
 // The page: two views, one of them shown.
 
-import { startChat } from "./chat.js";
+import { setModel, startChat } from "./chat.js";
 import { watchEngine } from "./engine.js";
-import { takePictures } from "./pictures.js";
-import { ask } from "./server.js";
+import { takeKinds } from "./files.js";
+import { tell } from "./notes.js";
+import { ask, onGone } from "./server.js";
 
+const element = (id) => document.getElementById(id);
 const tabs = [...document.querySelectorAll("[role=tab]")];
 let stopWatching = null;
 
@@ -13,7 +15,7 @@ function show(tab) {
     const isShown = each === tab;
     each.setAttribute("aria-selected", isShown);
     each.tabIndex = isShown ? 0 : -1;
-    document.getElementById(each.getAttribute("aria-controls")).hidden = !isShown;
+    element(each.getAttribute("aria-controls")).hidden = !isShown;
   }
   history.replaceState(null, "", tab.id === "tab-engine" ? "#engine" : "#chat");
   look();
@@ -42,31 +44,44 @@ document.addEventListener("visibilitychange", look);
 show(tabs[location.hash === "#engine" ? 1 : 0]);
 startChat();
 
-const status = document.getElementById("status");
+element("show-about").addEventListener("click", async () => {
+  element("about").showModal();
+  element("licences").textContent ||= await (await ask("page/licences.txt")).text();
+});
+
 const AGAIN_MS = 1000;
 
 /** Wait until the server is ready, and return its health. */
 async function ready() {
-  let shown = null;
   for (;;) {
     let health = {};
     try {
       health = await (await ask("health")).json();
-    } catch {
-      health.reason = "The server does not answer.";
+    } catch (error) {
+      health.reason = error.message;
     }
-    const text = health.status === "ok" ? "" : (health.reason ?? health.status ?? "");
-    if (text !== shown) status.textContent = shown = text;
+    tell(health.status === "ok" ? "" : (health.reason ?? health.status ?? ""));
     if (health.status === "ok") return health;
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
 }
 
-const health = await ready();
-document.getElementById("model").textContent = health.model ?? "";
-const names = Object.keys(health.models ?? {});
-document.getElementById("model-name").append(...names.map((name) => new Option(name)));
-document.getElementById("model-choice").hidden = !names.length;
-// With several models, the server rejects files for one that takes none.
-const kinds = ["image", "audio"].filter((kind) => names.length || health.modalities?.includes(kind));
-if (kinds.length) takePictures(kinds);
+/** Wait for the server, and show which models it has. */
+async function connect() {
+  const health = await ready();
+  element("model").textContent = health.model ?? "";
+  const names = Object.keys(health.models ?? {});
+  const chosen = element("model-name").value;
+  element("model-name").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+  element("model-choice").hidden = !names.length;
+  // With several models, the server rejects files for one that takes none.
+  takeKinds(["image", "audio"].filter((kind) => names.length || health.modalities?.includes(kind)));
+  setModel(health);
+}
+
+let connecting = connect();
+onGone(() => {
+  connecting ??= connect().finally(() => (connecting = null));
+});
+await connecting;
+connecting = null;

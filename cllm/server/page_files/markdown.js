@@ -1,25 +1,19 @@
-// Markdown as nodes.  Every piece of text becomes a text node: what looks like HTML is shown, not obeyed.
-// The parser takes time in proportion to the text, and nests to a limit.  What has too many parts stays text.
+// Markdown as nodes.  The parser takes time in proportion to the text, and nests to a limit.  What has too many
+// parts stays text.
 
+import { code, formula } from "./code.js";
 import MarkdownIt from "./markdown-it.js";
+import { formulas } from "./latex.js";
+import { node } from "./node.js";
+import { copy } from "./notes.js";
 
 const LINKS = /^(https?:|mailto:)/i;
 const N_CHARACTERS_MAX = 200_000; // it is parsed again with each token
 const N_PARTS_MAX = 20_000;
 const TASK = /^\[([ xX])\] /;
 const parser = new MarkdownIt({ html: false, linkify: false, maxNesting: 50 });
+parser.use(formulas);
 parser.validateLink = (address) => LINKS.test(address);
-
-/** A node with what is in it: texts, nodes. */
-export function node(tag, attributes = {}, ...inside) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== undefined && value !== false) made.setAttribute(name, value === true ? "" : value);
-  }
-  made.append(...inside.filter((each) => each !== null && each !== undefined && each !== false));
-  return made;
-}
 
 /** The nodes of a text; of one that cannot be rendered, the text. */
 export function markdown(text) {
@@ -77,7 +71,9 @@ function leaf(token) {
       return node("code", {}, token.content);
     case "fence":
     case "code_block":
-      return node("pre", {}, node("code", {}, token.content.replace(/\n$/, "")));
+      return block(token.content.replace(/\n$/, ""), token.info.trim().split(/\s/)[0].toLowerCase());
+    case "formula":
+      return formula(token.content, token.info, token.block);
     case "hr":
       return node("hr");
     case "hardbreak":
@@ -89,4 +85,19 @@ function leaf(token) {
     default:
       return token.content;
   }
+}
+
+/** A block of code with its language and a button that copies it. */
+function block(text, language) {
+  return node(
+    "div",
+    { class: "code" },
+    node(
+      "p",
+      { class: "tools" },
+      node("span", {}, language),
+      node("button", { type: "button", onclick: (event) => copy(text, event.target) }, "Copy"),
+    ),
+    node("pre", { tabindex: "0" }, code(text, language)),
+  );
 }

@@ -1,6 +1,7 @@
 // The server that the page came from: requests with the key, and server-sent events.
 
 const KEY = "cllm.key";
+const GONE = "The server does not answer. It may have stopped, or this machine has lost the network.";
 
 /** Ask; with the key, if there is one, and with a question for it if there has to be. */
 export async function ask(path, options = {}) {
@@ -8,28 +9,50 @@ export async function ask(path, options = {}) {
     const headers = { ...options.headers };
     const key = sessionStorage.getItem(KEY);
     if (key) headers.authorization = `Bearer ${key}`;
-    const response = await fetch(path, { ...options, headers });
+    const response = await answerTo(path, { ...options, headers });
     if (response.status !== 401) return response;
-    await askForKey();
+    if (key !== sessionStorage.getItem(KEY)) continue; // another request has been given one
+    await askForKey(key ? await errorOf(response) : "");
+    options.signal?.throwIfAborted();
   }
 }
 
-let asking = null; // several requests are refused at once, and ask once
+let gone = () => {};
 
-function askForKey() {
-  asking ??= new Promise((resolve) => {
+/** Call `heard()` when the server does not answer. */
+export function onGone(heard) {
+  gone = heard;
+}
+
+async function answerTo(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    gone();
+    throw new Error(GONE);
+  }
+}
+
+let asking = null; // several requests are rejected at once, and ask once
+
+function askForKey(problem) {
+  asking ??= new Promise((resolve, reject) => {
     const dialog = document.getElementById("key-dialog");
+    document.getElementById("key-problem").textContent = problem && `The key was not accepted: ${problem}.`;
     dialog.onclose = () => {
-      sessionStorage.setItem(KEY, document.getElementById("key").value.trim());
       asking = null;
+      if (dialog.returnValue !== "use") return reject(new Error("This server asks for an API key."));
+      sessionStorage.setItem(KEY, document.getElementById("key").value.trim());
       resolve();
     };
+    dialog.returnValue = "";
     dialog.showModal();
   });
   return asking;
 }
 
-/** The message of an answer that is an error. */
+/** Return the message of an answer that is an error. */
 export async function errorOf(response) {
   try {
     return (await response.json()).error.message;
@@ -38,14 +61,21 @@ export async function errorOf(response) {
   }
 }
 
-/** The data of the events of an answer, as they come. */
+/** Yield the data of the events of an answer, as they come. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
+    let piece;
+    try {
+      piece = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      gone();
+      throw new Error("The connection to the server is lost.");
+    }
+    if (piece.done) return;
+    text += piece.value;
     const events = text.split("\n\n");
     text = events.pop();
     for (const event of events) {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
+import mimetypes
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from anyio import to_thread
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from cllm.server.http.limits import PAGE_URL
@@ -20,6 +24,7 @@ HEADERS = {
         "img-src 'self' data:; media-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "Cache-Control": "no-cache",  # a newer cllm has newer files
+    "Vary": "Accept-Encoding",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
@@ -32,8 +37,22 @@ def add_page(app: FastAPI) -> None:
         app.router.routes.append(Route(url, _answer_with(path), include_in_schema=False))
 
 
+@functools.cache
+def _compressed(path: Path) -> bytes:
+    """Return a file of the page as gzip."""
+    return gzip.compress(path.read_bytes(), mtime=0)
+
+
 def _answer_with(path: Path) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(_: Request) -> Response:
-        return FileResponse(path, headers=HEADERS)
+    media_type = mimetypes.guess_type(path.name)[0]
+
+    async def answer(request: Request) -> Response:
+        headers = dict(HEADERS)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["Content-Encoding"] = "gzip"
+            content = await to_thread.run_sync(_compressed, path)
+        else:
+            content = await to_thread.run_sync(path.read_bytes)
+        return Response(content, headers=headers, media_type=media_type)
 
     return answer

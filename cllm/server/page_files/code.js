@@ -1,0 +1,121 @@
+// Code with colours and formulas, by libraries that are loaded when a text has some.
+
+import { node } from "./node.js";
+
+const N_CODE_MAX = 20_000; // characters of a block that gets colours
+const N_FORMULA_MAX = 2_000;
+const N_KEPT = 200; // results: a text that grows is drawn again and again
+const FORMULAS = { throwOnError: true, maxExpand: 200, maxSize: [20, 100], trust: false };
+
+/** A library, loaded at the first use; those that wait for it are drawn again then. */
+class Library {
+  constructor(load) {
+    this.load = load;
+    this.loaded = null;
+    this.isAsked = false;
+    this.waiting = [];
+    this.kept = new Map();
+  }
+
+  /** Fill `place` with what `make(library)` returns; leave its text if that fails. */
+  fill(place, key, make) {
+    if (!this.loaded) {
+      this.waiting.push([place, key, make]);
+      if (!this.isAsked) this.ask();
+      return;
+    }
+    if (!this.kept.has(key)) {
+      if (this.kept.size >= N_KEPT) this.kept.delete(this.kept.keys().next().value);
+      this.kept.set(key, this.made(make));
+    }
+    const made = this.kept.get(key);
+    if (made) place.replaceChildren(made.cloneNode(true));
+  }
+
+  made(make) {
+    try {
+      return make(this.loaded);
+    } catch {
+      return null; // LaTeX with an error, for example
+    }
+  }
+
+  async ask() {
+    this.isAsked = true;
+    try {
+      this.loaded = (await this.load()).default;
+    } catch (error) {
+      console.warn("shown as plain text:", error);
+      return;
+    }
+    for (const [place, key, make] of this.waiting) this.fill(place, key, make);
+    this.waiting = [];
+  }
+}
+
+const highlighter = new Library(() => import("./highlight.js"));
+const formulas = new Library(() => import("./temml.js"));
+
+/** What the highlighter calls with the parts of a code; it makes nodes of them. */
+class Emitter {
+  constructor() {
+    this.root = document.createDocumentFragment();
+    this.open = [this.root];
+  }
+
+  addText(text) {
+    this.open.at(-1).append(text);
+  }
+
+  openNode(name) {
+    const part = node("span", { class: `code-${name.split(".")[0]}` });
+    this.open.at(-1).append(part);
+    this.open.push(part);
+  }
+
+  closeNode() {
+    if (this.open.length > 1) this.open.pop();
+  }
+
+  startScope(name) {
+    this.openNode(name);
+  }
+
+  endScope() {
+    this.closeNode();
+  }
+
+  __addSublanguage(emitter) {
+    this.open.at(-1).append(emitter.root);
+  }
+
+  finalize() {}
+
+  toHTML() {
+    return "";
+  }
+}
+
+/** Return a node of code, in the colours of its language. */
+export function code(text, language) {
+  const place = node("code", {}, text);
+  if (language && text.length <= N_CODE_MAX)
+    highlighter.fill(place, `${language}\n${text}`, (library) => {
+      if (!library.getLanguage(language)) return null;
+      library.configure({ __emitter: Emitter });
+      return library.highlight(text, { language, ignoreIllegals: true })._emitter.root;
+    });
+  return place;
+}
+
+/** Return a node of a formula in LaTeX; its source is shown if it cannot be drawn. */
+export function formula(latex, source, isDisplay) {
+  const place = node("span", { class: isDisplay ? "formula display" : "formula" }, source);
+  if (latex.length <= N_FORMULA_MAX)
+    formulas.fill(place, `${isDisplay} ${latex}`, (library) => {
+      const box = document.createElement("span");
+      library.render(latex, box, { ...FORMULAS, displayMode: isDisplay });
+      return box;
+    });
+  return place;
+}
