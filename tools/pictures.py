@@ -65,7 +65,7 @@ def chat_picture(page: Page, url: str) -> None:
         page.locator("#stop").wait_for(state="hidden")
     page.get_by_text("Settings").click()
     page.locator(".message.assistant .variant").last.wait_for()
-    page.wait_for_function("document.querySelectorAll('.message.assistant .variant').length == 4")
+    page.wait_for_function("document.querySelectorAll('.message.assistant .variant').length == 3")
     page.screenshot(path=IMAGES / "page-chat.png")
 
 

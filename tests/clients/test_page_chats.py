@@ -52,7 +52,11 @@ def answer_of(page: Page) -> Any:
 # --- Several chats ----------------------------------------------------------------------------------
 def test_several_chats_answer_at_once_with_marks_in_the_list(page: Page, base_url: str) -> None:
     held: list[Route] = []
-    page.route(URL, held.append)
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route(URL, hold)
     page.goto(base_url)
     say(page, "the first")
     page.get_by_role("button", name="New chat").click()

@@ -51,8 +51,9 @@ async def test_a_frame_has_slots_cells_ticks_and_latencies_as_they_are(server: S
                 break
         (slot,) = decoding
         assert slot["request_id"]
-        n_decode, n_prompt, n_drafts, *seconds = frame["ticks"][-1]
+        n_decode, n_prompt, n_drafts, *seconds, started = frame["ticks"][-1]
         assert (n_decode, n_prompt, n_drafts) == (1, 0, 0)
+        assert 0 <= frame["now"] - started < 10
         assert all(0 <= second < 10 for second in seconds)
         ends = [end for _, end, _, holders in frame["extents"] if slot["seq_id"] in holders]
         assert max(ends) == slot["n_computed"]
@@ -105,6 +106,22 @@ async def test_a_frame_is_made_anew_after_half_a_period_and_only_for_a_reader() 
 
 
 @pytest.mark.anyio
+async def test_a_new_reader_has_the_ticks_of_earlier_frames_too() -> None:
+    frames = CountedFrames()
+
+    async def make() -> dict[str, Any]:
+        frames.n_made += 1
+        return {"ticks": [frames.n_made]}
+
+    for _ in range(3):
+        frame = await frames.latest.get(make)
+        frames.now_s += PERIOD_S
+    assert frame["ticks"] == [3]
+    assert frames.latest.with_history(frame)["ticks"] == [1, 2, 3]
+    assert frames.latest.with_history({"status": "starting"}) == {"status": "starting"}
+
+
+@pytest.mark.anyio
 async def test_a_frame_that_cannot_be_made_is_made_for_the_next_reader() -> None:
     frames = CountedFrames()
 
@@ -122,6 +139,7 @@ async def test_several_pages_get_the_frames_of_one_row(server: Server) -> None:
         seen: dict[int, dict[str, Any]] = {}
         for frames in (first, second) * 3:
             frame = await anext(frames)
+            del frame["ticks"]  # of the first frame that each gets: earlier ones, too
             assert seen.setdefault(frame["number"], frame) == frame
 
 

@@ -229,6 +229,10 @@ class SlotInfo:
     n_preemptions : int
     media : tuple of (int, int)
         Rows `[start, end)` of each media chunk in the KV cache.
+    tenant : str
+        Tenant of its request; "" without one.
+    waits_for : int or None
+        seq_id of the sequence that computes a prefix for it; None if it waits for none.
     """
 
     seq_id: int
@@ -241,6 +245,8 @@ class SlotInfo:
     age_s: float = 0.0
     n_preemptions: int = 0
     media: tuple[tuple[int, int], ...] = ()
+    tenant: str = ""
+    waits_for: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +279,8 @@ class TickInfo:
         Rows of decoding sequences, of prompts, and of drafts in its batch.
     plan_s, decode_s, sample_s : float
         Seconds to plan the batch, to fill and decode it, and to sample and make text.
+    started_s : float
+        Time at which it began, as of `time.monotonic()`.
     """
 
     n_decode_rows: int
@@ -281,6 +289,7 @@ class TickInfo:
     plan_s: float
     decode_s: float
     sample_s: float
+    started_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +303,7 @@ class LiveView:
     extents : tuple of ExtentInfo
         Content of the KV cache; each cell in use is in exactly one.
     ticks : tuple of TickInfo
-        Ticks since the last view, oldest first; empty in the first view.  After a view, 4096 ticks are
-        recorded, of which the last 512 are kept.
+        Ticks since the last view, oldest first; the last 512 at most.
     n_waiting : int
         Requests without a seq_id.
     oldest_waiting_s : float

@@ -305,7 +305,6 @@ class EngineCore:
         shape = TickShape.of(chunks)
         planned = self._clock()
         recorder.plan_s += planned - started
-        self._trace.begin(chunks)
         try:
             self._fill_batch(chunks)
             filled = self._clock()
@@ -330,7 +329,8 @@ class EngineCore:
             self._n_rebuilds_in_vain = 0
             self._processor.sample(outputs, logits)
         ended = self._clock()
-        self._trace.end(started, planned, decoded, ended)
+        n_drafts = sum(len(chunk.drafts) for chunk in chunks)
+        self._trace.note(shape, n_drafts, started, planned, decoded, ended)
         self.cost.observe(
             shape,
             self.kv_cache.n_held,

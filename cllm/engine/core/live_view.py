@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 from cllm.engine.core.commands import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
+from cllm.engine.core.decode_cost import TickShape
 from cllm.engine.core.kv_cache import KVCache, Slot
 from cllm.engine.core.kv_cache_manager import KVCacheManager
 from cllm.engine.core.run_queue import RunQueue
-from cllm.engine.core.scheduler import Chunk, is_decoding
+from cllm.engine.core.scheduler import seq_id_of
 
-N_TICKS_WATCHED = 4096  # after a look; an observer that looks ten times a second needs fewer
 N_TICKS_KEPT = 512
 
 
 class TickTrace:
-    """Record of the `N_TICKS_WATCHED` ticks after each look; the last `N_TICKS_KEPT` of them are kept."""
+    """Record of the last `N_TICKS_KEPT` ticks."""
 
     def __init__(self) -> None:
-        self._n_left = 0
         self._ticks: deque[TickInfo] = deque(maxlen=N_TICKS_KEPT)
-        self._n_rows = (0, 0, 0)
 
-    def begin(self, chunks: Iterable[Chunk]) -> None:
-        """Note the rows of a batch that is about to be decoded."""
-        if self._n_left:
-            n_drafts = sum(len(chunk.drafts) for chunk in chunks)
-            n_decoding = sum(map(is_decoding, chunks))
-            n_tokens = sum(chunk.n_tokens for chunk in chunks)
-            self._n_rows = n_decoding, n_tokens - n_decoding, n_drafts
-
-    def end(self, started: float, planned: float, decoded: float, ended: float) -> None:
-        """Note that the tick was decoded, and when it and each of its parts began and ended."""
-        if self._n_left:
-            self._n_left -= 1
-            times = planned - started, decoded - planned, ended - decoded
-            self._ticks.append(TickInfo(*self._n_rows, *times))
+    def note(
+        self,
+        shape: TickShape,
+        n_drafts: int,
+        started: float,
+        planned: float,
+        decoded: float,
+        ended: float,
+    ) -> None:
+        """Note a tick that was decoded, and when it and each of its parts began and ended."""
+        n_prompt_rows = shape.n_rows - shape.n_decoding - n_drafts
+        times = planned - started, decoded - planned, ended - decoded
+        self._ticks.append(TickInfo(shape.n_decoding, n_prompt_rows, n_drafts, *times, started))
 
     def take(self) -> tuple[TickInfo, ...]:
-        """Return the recorded ticks, remove them, and record the next `N_TICKS_WATCHED` ticks."""
+        """Return the ticks since the last call, oldest first."""
         ticks = tuple(self._ticks)
         self._ticks.clear()
-        self._n_left = N_TICKS_WATCHED
         return ticks
 
 
@@ -97,6 +92,7 @@ def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[Slot
             state = SlotState.WAITING
         else:
             state = SlotState.PREFILL if sequence.n_pending > 1 else SlotState.DECODE
+        leader = sequence.placement.leader
         slots[sequence.placement.slot.seq_id] = SlotInfo(
             seq_id=sequence.placement.slot.seq_id,
             state=state,
@@ -108,6 +104,8 @@ def slots_of(queue: RunQueue, manager: KVCacheManager, now: float) -> tuple[Slot
             age_s=now - sequence.request.submitted_at,
             n_preemptions=sequence.n_preemptions,
             media=_media_of(sequence.placement.slot),
+            tenant=sequence.tenant.name,
+            waits_for=None if leader is None else seq_id_of(leader),
         )
     return tuple(
         slots.get(seq_id, SlotInfo(seq_id, SlotState.FREE))

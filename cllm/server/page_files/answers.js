@@ -6,7 +6,7 @@ import { add, newId, until } from "./tree.js";
 
 const KEPT_EVERY_MS = 2000; // an answer that is being written, so that a reload loses little
 
-const running = new Map(); // id of an answer: { chat, controller }
+const running = new Map(); // id of an answer: { chat, written, controller }
 let changed = () => {};
 let keepChat = async () => {};
 
@@ -24,6 +24,11 @@ export const isBusy = (id) => [...running.values()].some(({ chat }) => chat.id =
 
 /** Return a chat with this id of which an answer is being written; undefined without one. */
 export const busyChat = (id) => [...running.values()].find(({ chat }) => chat.id === id)?.chat;
+
+/** Return the chat that a request of the engine answers; undefined if it is none of this page. */
+export function chatOf(requestId) {
+  for (const { chat, written } of running.values()) if (requestId === written.request) return chat;
+}
 
 /** True if an answer ended before the model ended it, so that it can be continued. */
 export function isCut(answer) {
@@ -77,7 +82,7 @@ function asMessage({ role, content, files, calls, reasoning, tool_call_id, name,
 
 async function write(chat, written, body) {
   const controller = new AbortController();
-  running.set(written.id, { chat, controller });
+  running.set(written.id, { chat, written, controller });
   changed(chat, written);
   const began = performance.now();
   const before = { nTokens: written.nTokens ?? 0, seconds: written.seconds ?? 0 };
@@ -90,9 +95,9 @@ async function write(chat, written, body) {
       signal: controller.signal,
     });
     if (!response.ok) throw new Error(await errorOf(response));
+    written.request = response.headers.get("x-request-id");
     for await (const event of eventsOf(response)) {
       if (event.error) throw new Error(event.error.message);
-      written.request = event.id ?? written.request;
       if (event.usage) written.nTokens = before.nTokens + event.usage.completion_tokens;
       const choice = event.choices[0];
       if (!choice) continue;

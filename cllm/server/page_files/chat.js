@@ -1,6 +1,6 @@
 // The chat: one is shown, any number are answered; all are kept in this browser.
 
-import { answer, busyChat, goOn, isBusy, onAnswers, stop } from "./answers.js";
+import { answer, busyChat, chatOf, goOn, isBusy, onAnswers, stop } from "./answers.js";
 import { hasFiles, pickFiles, setFiles, takeFiles } from "./files.js";
 import { List } from "./list.js";
 import { Messages } from "./messages.js";
@@ -37,6 +37,13 @@ export async function startChat() {
 export function setModel(health) {
   model = health;
   if (messages && !current.messages.length) drawWelcome();
+}
+
+/** Open the chat that a request answers; return false if it is none of this page. */
+export function openChatOf(requestId) {
+  const chat = chatOf(requestId);
+  if (chat) openChat(chat.id);
+  return chat !== undefined;
 }
 
 function listen() {

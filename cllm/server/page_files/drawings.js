@@ -31,13 +31,19 @@ function kindOf([, , , holders], slots) {
   return holders.length > 1 ? "shared" : "own";
 }
 
-/** All cells as one bar: each extent once, however many hold it. */
+/** Return the cells of each kind; each extent counts once, however many hold it. */
+export function cellsOf(extents, slots) {
+  const sums = { own: 0, shared: 0, cached: 0 };
+  for (const extent of extents) sums[kindOf(extent, slots)] += extent[1] - extent[0];
+  return sums;
+}
+
+/** All cells as one bar. */
 export function drawCells(canvas, extents, slots, nCells) {
   const { context, width, height } = pen(canvas, 18);
   context.fillStyle = colour("free");
   context.fillRect(0, 0, width, height);
-  const sums = { own: 0, shared: 0, cached: 0 };
-  for (const extent of extents) sums[kindOf(extent, slots)] += extent[1] - extent[0];
+  const sums = cellsOf(extents, slots);
   let x = 0;
   for (const [kind, n] of Object.entries(sums)) {
     const wide = (width * n) / nCells;
@@ -49,8 +55,9 @@ export function drawCells(canvas, extents, slots, nCells) {
   canvas.setAttribute("aria-label", `Of ${nCells} cells: ${sums.own} of one request, ${sums.shared} shared, ${sums.cached} cached, ${free} free`);
 }
 
-/** A lane for each sequence, positions from left to right; what is shared stands in the lane of each holder. */
-export function drawLanes(canvas, extents, slots) {
+/** A lane for each sequence, positions from left to right; what is shared stands in the lane of each holder.
+ * The lane of `pointed`, and what it shares, stand out.  Returns what stands at a place: { slot, extent }. */
+export function drawLanes(canvas, extents, slots, pointed = null) {
   const busy = slots.filter((slot) => slot.state !== "free");
   const lanes = new Map(busy.map((slot, index) => [slot.seq_id, index]));
   const { context, width } = pen(canvas, Math.max(1, busy.length) * (LANE + GAP) + GAP);
@@ -65,6 +72,7 @@ export function drawLanes(canvas, extents, slots) {
   for (const extent of extents) {
     const [start, end, , holders] = extent;
     context.fillStyle = colour(kindOf(extent, slots));
+    context.globalAlpha = pointed === null || holders.includes(pointed) ? 1 : 0.35;
     for (const seqId of holders) {
       const y = GAP + lanes.get(seqId) * (LANE + GAP);
       context.fillRect(LABEL + start * unit, y, Math.max(1, (end - start) * unit - 0.5), LANE);
@@ -75,6 +83,7 @@ export function drawLanes(canvas, extents, slots) {
       context.fillRect(LABEL + end * unit - 2, GAP + Math.min(...ys), 1.5, Math.max(...ys) - Math.min(...ys) + LANE);
     }
   }
+  context.globalAlpha = 1;
   // Light stripes: rows of media.
   context.fillStyle = colour("back");
   let nRows = 0;
@@ -87,9 +96,16 @@ export function drawLanes(canvas, extents, slots) {
   }
   const shared = extents.filter((extent) => extent[3].length > 1).reduce((sum, extent) => sum + extent[1] - extent[0], 0);
   canvas.setAttribute("aria-label", `${busy.length} sequences, the longest of ${last} positions; ${shared} positions are shared${nRows ? `; ${nRows} rows of media` : ""}`);
+  return (x, y) => {
+    const slot = busy[Math.floor((y - GAP / 2) / (LANE + GAP))];
+    const position = (x - LABEL) / unit;
+    const extent = slot && extents.find(([start, end, , holders]) => start <= position && position < end && holders.includes(slot.seq_id));
+    return slot && { slot, extent };
+  };
 }
 
-/** Rows of each tick upwards, its time downwards. */
+/** Rows of each tick upwards on a square-root scale, so that few rows are seen beside many; its time downwards.
+ * Returns the tick at a place. */
 export function drawTicks(canvas, ticks) {
   const { context, width, height } = pen(canvas, 140);
   const shown = ticks.slice(-Math.floor(width / TICK));
@@ -100,14 +116,14 @@ export function drawTicks(canvas, ticks) {
   const times = ["t-plan", "t-decode", "t-sample"].map(colour);
   shown.forEach((tick, index) => {
     const x = width - (shown.length - index) * TICK;
-    let y = middle - 1;
+    const height = (n) => (middle - 14) * Math.sqrt(n / mostRows);
+    let n = 0;
     for (let part = 0; part < 3; part++) {
-      const tall = ((middle - 14) * tick[part]) / mostRows;
+      const [low, high] = [height(n), height((n += tick[part]))];
       context.fillStyle = rows[part];
-      context.fillRect(x, y - tall, TICK - 1, tall);
-      y -= tall;
+      context.fillRect(x, middle - 1 - high, TICK - 1, high - low);
     }
-    y = middle + 1;
+    let y = middle + 1;
     for (let part = 0; part < 3; part++) {
       const tall = ((middle - 14) * tick[3 + part]) / longest;
       context.fillStyle = times[part];
@@ -120,4 +136,5 @@ export function drawTicks(canvas, ticks) {
   context.fillText(`${mostRows} rows`, 4, 10);
   context.fillText(`${(1000 * longest).toFixed(1)} ms`, 4, height - 4);
   canvas.setAttribute("aria-label", `The latest ${shown.length} ticks: ${mostRows} rows at most, ${(1000 * longest).toFixed(1)} ms at most`);
+  return (x) => shown[Math.floor((x - width) / TICK) + shown.length];
 }

@@ -1,7 +1,7 @@
 // The page: two views, one of them shown.
 
-import { setModel, startChat } from "./chat.js";
-import { watchEngine } from "./engine.js";
+import { openChatOf, setModel, startChat } from "./chat.js";
+import { startEngine, watchEngine } from "./engine.js";
 import { takeKinds } from "./files.js";
 import { tell } from "./notes.js";
 import { ask, onGone } from "./server.js";
@@ -43,6 +43,11 @@ for (const tab of tabs) {
 document.addEventListener("visibilitychange", look);
 show(tabs[location.hash === "#engine" ? 1 : 0]);
 startChat();
+startEngine((requestId) => {
+  const isOurs = openChatOf(requestId);
+  if (isOurs) show(element("tab-chat"));
+  return isOurs;
+});
 
 element("show-about").addEventListener("click", async () => {
   element("about").showModal();

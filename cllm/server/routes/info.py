@@ -131,9 +131,11 @@ async def live(request: Request) -> Response:
     state = state_of(request)
 
     async def produce(writer: Writer) -> None:
+        is_first = True
         while not state.is_draining:
             frame = await state.live.get(lambda: frame_of(state))
-            await writer.event(frame)
+            await writer.event(state.live.with_history(frame) if is_first else frame)
+            is_first = False
             with anyio.move_on_after(period_s(frame)):
                 await state.stopping.wait()
         await writer.close()

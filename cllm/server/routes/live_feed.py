@@ -46,7 +46,15 @@ def _view_as(view: LiveView) -> dict[str, Any]:
         "slots": view.slots,
         "extents": [(e.start, e.end, e.parent, e.seq_ids) for e in view.extents],
         "ticks": [
-            (t.n_decode_rows, t.n_prompt_rows, t.n_draft_rows, t.plan_s, t.decode_s, t.sample_s)
+            (
+                t.n_decode_rows,
+                t.n_prompt_rows,
+                t.n_draft_rows,
+                t.plan_s,
+                t.decode_s,
+                t.sample_s,
+                t.started_s,
+            )
             for t in view.ticks
         ],
         "n_waiting": view.n_waiting,
@@ -60,6 +68,8 @@ def _numbers_of(state: ServerState, engine: Engine) -> dict[str, Any]:
         "model": state.model_name,
         "version": __version__,
         "n_ctx": engine.model.n_ctx,
+        "devices": engine.model.devices,
+        "has_process": engine.config.process,
         "now": time.monotonic(),
         "statistics": {
             "n_running": now.n_running,
@@ -75,6 +85,8 @@ def _numbers_of(state: ServerState, engine: Engine) -> dict[str, Any]:
             "n_kv_cells": now.n_kv_cells,
             "n_kv_cells_used": now.n_kv_cells_used,
             "n_kv_cells_cached": now.n_kv_cells_cached,
+            "n_prefix_bytes_host": now.n_prefix_bytes_host,
+            "n_prefix_bytes_disk": now.n_prefix_bytes_disk,
             "n_finished": sum(now.n_finished.values()),
         },
         "ttft_s": _quantiles(state.metrics.latest_ttfts),
