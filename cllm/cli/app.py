@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from cllm import CllmError, __version__
+from cllm.checks import closest
 from cllm.cli.habits import as_spelt_here, hint_for_command
 from cllm.cli.imports import importing
 from cllm.removed import replacement
@@ -41,6 +42,7 @@ def command_line(asked: str | None = None) -> typer.Typer:
         invoke_without_command=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
     for name in [asked] if asked in MODULES else MODULES:
@@ -72,7 +74,11 @@ def _options(
 
 def _hint(asked: list[str]) -> str:
     """Return what to type instead of a command that does not exist."""
-    return "" if not asked or asked[0] in MODULES else hint_for_command(asked[0])
+    if not asked or asked[0] in MODULES or asked[0].startswith("-"):
+        return ""
+    is_misspelt = closest(asked[0], MODULES) is not None  # click names the command
+    otherwise = "" if is_misspelt else "cllm generate TEXT, or cllm --help"
+    return hint_for_command(asked[0]) or otherwise
 
 
 def _print_anything() -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
@@ -767,11 +767,12 @@ def config_from(model: str | Path | None, options: EngineOptions) -> EngineConfi
     return EngineConfig(model=model, **options)
 
 
-def check_known(options: EngineOptions) -> None:
-    """Raise `TypeError` for an unknown option."""
+def check_known(options: EngineOptions, others: Iterable[str] = ()) -> None:
+    """Raise `TypeError` for an unknown option; `others` are the caller's own, which it may mean."""
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
+        known.update(others)
         near = closest(unknown[0], known)
         hint = f"the options are {', '.join(sorted(known))}"
         if instead := replacement(unknown[0]):

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 from cllm import Engine, EngineConfig, InvalidArgumentError, SamplingParams
 from cllm.engine.chat.media_marks import shown
 from cllm.engine.chat.named_formats import DEFAULT_CALLS
-from cllm.engine.config import NGRAM, EngineOptions
+from cllm.engine.config import NGRAM, EngineOptions, check_known
 from cllm.engine.constraint import Mask
 from cllm.engine.core.kv_cache import KVCache
 from cllm.engine.core.ngram_drafter import NgramDrafter
@@ -172,6 +172,7 @@ class FakeEngine(Engine):
         config: EngineConfig | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
+        check_known(options, ("latency_s", "faults", "poison", "call_faults"))
         super().__init__(config=config, **options)
         if not (answers is None or callable(answers) or isinstance(answers, Mapping)):
             limit = "a mapping from prompts to answers, a function or None: there is no model"

@@ -60,7 +60,8 @@ def test_pictures_of_the_demo_are_drawn_where_they_say() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-command"], "No such command"),
+        (["hello"], "No such command 'hello'. Instead: cllm generate TEXT, or cllm --help."),
+        (["chta"], "No such command 'chta'. Did you mean 'chat'?\n"),
         (["demo", "--pace", "fast"], "--pace"),
         (["demo", "--no-such-option"], "No such option"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from cllm.engine.config import EMBEDDED_MODEL, EngineConfig, config_from
 from cllm.errors import InvalidArgumentError
 from cllm.processors import usable_processors
+from cllm.testing import FakeEngine
 
 NAN = float("nan")
 A_PATH = "a path: not empty, without NUL characters"
@@ -232,6 +233,8 @@ def test_a_bad_lora_scale_is_refused_by_its_path() -> None:
 
 
 def test_an_unknown_setting_is_a_type_error_with_the_known_ones() -> None:
+    with pytest.raises(TypeError, match="'latenc_s'; did you mean 'latency_s'"):
+        FakeEngine(latenc_s=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"unknown engine option 'n_contx'; .*n_ctx"):
         config_from(None, cast(Any, {"n_contx": 1}))
     assert config_from("a.gguf", {"n_ctx": 64}).n_ctx == 64

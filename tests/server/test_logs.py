@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.server.operation.logs import JsonFormatter, _is_fault
+from cllm.server.operation.logs import JsonFormatter, _is_fault, configure_logging
 from tests.server.conftest import running
 
 
@@ -30,6 +30,20 @@ def test_every_line_is_an_object_where_programs_read_them(tmp_path: Path) -> Non
     assert access["total_ms"] >= access["first_ms"] >= access["queued_ms"] >= 0
     assert any(line["message"] == "serving cllm-tiny.gguf" for line in said)
     assert any(": cleared KV cache" in line["message"] for line in said)
+
+
+def test_an_unknown_format_of_the_log_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    monkeypatch.setenv("CLLM_LOG_FORMAT", "jsn")
+    try:
+        configure_logging()
+        assert "CLLM_LOG_FORMAT is 'jsn', must be console or json" in capsys.readouterr().err
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
 
 
 def record_of(error: BaseException) -> logging.LogRecord:

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 
+logger = logging.getLogger(__name__)
+FORMATS = ("console", "json")
 LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -66,13 +68,16 @@ def configure_logging() -> None:
     """Log to stderr; `CLLM_LOG_LEVEL` is `info` by default, `CLLM_LOG_FORMAT` is `console` (or `json`)."""
     level = os.environ.get("CLLM_LOG_LEVEL", "info").lower()
     handler = logging.StreamHandler(sys.stderr)
-    if os.environ.get("CLLM_LOG_FORMAT") == "json":
+    form = os.environ.get("CLLM_LOG_FORMAT") or FORMATS[0]
+    if form == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(ConsoleFormatter())
     logging.basicConfig(
         level=level.upper() if level in LEVELS else "INFO", handlers=[handler], force=True
     )
+    if form not in FORMATS:
+        logger.warning("CLLM_LOG_FORMAT is %r, must be console or json", form)
     # Below warnings, llama.cpp, asyncio and urllib3 log so much that requests are hard to find.
     for name in ("asyncio", "cllm.llama", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
