@@ -134,6 +134,11 @@ class KVCacheManager:
         return self.saved.find(sequence, n_shared, min(n_most, kv_cache.n_ctx_seq))
 
     # --- In ----------------------------------------------------------------------------------
+    @property
+    def n_seats(self) -> int:
+        """Number of seq_ids that requests have at most."""
+        return self._n_seq_max
+
     def has_seat(self, running: list[Sequence]) -> bool:
         """Return True if fewer than `n_seq_max` sequences run."""
         return len(running) < self._n_seq_max

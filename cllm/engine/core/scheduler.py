@@ -6,11 +6,11 @@ Nothing here calls llama.cpp, reads a clock or knows about threads: same input, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.tenants import by_turn, seats, share_without
+from cllm.engine.core.tenants import by_turn, seats, share_without, with_their_seats
 
 # llama.cpp's attention on a CPU computes so many rows together, and what is left over one by one:
 # 2,000 tokens beside 4 streams took 15.0 s in batches of 64, and 18.6 s in batches of 68.
@@ -186,23 +186,23 @@ def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[o
     return urgencies
 
 
-def most_urgent(
-    sequences: Iterable[Sequence], now: float, running: Iterable[Sequence] = ()
-) -> Sequence | None:
-    """Return the sequence that is served first, beside those that have a seq_id; None without any."""
+def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
+    """Return the sequence that is served first; None without any."""
     several = list(sequences)
-    return min(several, key=by_turn(several, now, running), default=None)
+    return min(several, key=by_turn(several, now), default=None)
 
 
 def next_admitted(
-    waiting: Iterable[Sequence], now: float, running: Iterable[Sequence] = ()
+    waiting: Iterable[Sequence], now: float, running: Collection[Sequence] = (), n_seats: int = 0
 ) -> Sequence | None:
     """Return the waiting sequence to start next, the most urgent one; None without any.
 
-    Paused sequences, and those whose prefix is being read from a file, are skipped.
+    Paused sequences, and those whose prefix is being read from a file, are skipped.  `n_seats` is the number
+    of seq_ids that requests have, and those in `running` have one.
     """
-    able = (s for s in waiting if not (s.is_paused or s.placement.is_loading))
-    return most_urgent(able, now, running)
+    able = [s for s in waiting if not (s.is_paused or s.placement.is_loading)]
+    satisfied = with_their_seats(able, running, n_seats) if n_seats else ()
+    return min(able, key=by_turn(able, now, satisfied), default=None)
 
 
 def has_room(

@@ -1,11 +1,10 @@
 """Tenants: how many rows each has had, and whose requests come next.  Inference thread only.
 
 Deficit round robin without a fixed quantum: a tenant's share is its rows divided by its weight, and
-the tenant that is furthest behind has the next turn.  A seq_id that becomes free goes to the tenant with
-fewest running sequences for its weight: a client that asks again as soon as it is answered keeps its own.
-Nothing is saved up: a tenant that comes, or
-comes back, starts level with the one that is furthest behind.  A tenant with little to do counts as at
-most `MAX_DEFICIT` rows behind.
+the tenant that is furthest behind has the next turn.  A free seq_id goes first to tenants that have fewer
+than their weights give them: so a client that sends its next request at once keeps its place beside a
+flood.  Nothing is saved up: a tenant that comes, or comes back, starts level with the one that is furthest
+behind.  A tenant with little to do counts as at most `MAX_DEFICIT` rows behind.
 
 Priority goes before shares.  A waiting request of the tenant that is furthest behind rises by one level
 for every `AGEING_S` seconds without an admitted request of this tenant.  So no tenant starves, and a
@@ -82,12 +81,12 @@ class Tenants:
 
 
 def by_turn(
-    wanting: Iterable[Sequence], now: float, running: Iterable[Sequence] = ()
+    wanting: Iterable[Sequence], now: float, satisfied: Collection[str] = ()
 ) -> Callable[[Sequence], tuple[Any, ...]]:
     """Return the sort key of sequences that compete for rows or a seq_id: the smallest comes first.
 
-    Sequences of one tenant are sorted by `Sequence.urgency` alone.  For a seq_id, the tenant with fewest
-    sequences in `running` for its weight comes first, and its rows count only among equals.
+    Sequences of one tenant are sorted by `Sequence.urgency` alone.  Within a priority, those of the tenants
+    in `satisfied` come last.
     """
     of_tenant: dict[str, list[Sequence]] = {}
     for s in wanting:
@@ -95,10 +94,9 @@ def by_turn(
     if len(of_tenant) <= 1:
         return lambda s: s.urgency(now)
     tenants = [several[0].tenant for several in of_tenant.values()]
-    taken = seats(running)
 
-    def share_of(tenant: Tenant) -> tuple[float, float]:
-        return taken[tenant.name] / tenant.weight, tenant.served
+    def share_of(tenant: Tenant) -> tuple[bool, float]:
+        return tenant.name in satisfied, tenant.served
 
     first, second = sorted(tenants, key=share_of)[:2]
     rises = first if share_of(first) < share_of(second) else None
@@ -119,6 +117,15 @@ def by_turn(
         return level, *share_of(s.tenant), s.tenant.admitted_at, s.tenant.name, *s.urgency(now)
 
     return key
+
+
+def with_their_seats(
+    waiting: Iterable[Sequence], running: Collection[Sequence], n_seats: int
+) -> set[str]:
+    """Return the tenants that have as many of `n_seats` seq_ids as their weights give them, rounded down."""
+    tenants = {s.tenant.name: s.tenant for s in (*waiting, *running)}
+    total, taken = sum(t.weight for t in tenants.values()), seats(running)
+    return {t.name for t in tenants.values() if taken[t.name] >= int(n_seats * t.weight / total)}
 
 
 def seats(running: Iterable[Sequence]) -> Counter[str]:

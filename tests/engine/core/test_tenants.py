@@ -124,15 +124,25 @@ def test_one_tenant_is_served_like_none(tenant: str) -> None:
     assert plain.tokens == named.tokens
 
 
-@pytest.mark.parametrize(("weights", "ratio"), [({}, 1.0), ({"a": 3.0}, 3.0), ({"b": 2.0}, 0.5)])
-def test_two_floods_have_rows_by_their_weights(
-    weights: dict[str, float], ratio: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("n_seq_max", "weights"),
+    [
+        (2, {"a": 1.0, "b": 1.0}), (2, {"a": 3.0, "b": 1.0}), (5, {"a": 1.0, "b": 2.0}),
+        (12, {"a": 3.0, "b": 1.0}), (12, dict.fromkeys("bcdefgh", 1.0) | {"a": 10.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_floods_have_rows_by_their_weights(
+    weights: dict[str, float], n_seq_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = Simulator(
-        n_ctx=4096, n_seq_max=12, n_batch=64, answer=endless, tenant_weights=weights, latency_s=0.01
-    )
+        n_ctx=4096, n_seq_max=n_seq_max, n_batch=64, answer=endless, tenant_weights=weights,
+        latency_s=0.01,
+    )  # fmt: skip
     for n in range(400):
-        sim.submit(f"{n} of a request".encode() * 3, max_tokens=20, tenant="ab"[n % 2])
+        for tenant in weights:
+            prompt = f"{tenant}, {n} of a request".encode() * 3
+            sim.submit(prompt, max_tokens=20, tenant=tenant)
     rows: Counter[str] = Counter()
     charge = sim.core.turns.tenants.charge
 
@@ -143,8 +153,10 @@ def test_two_floods_have_rows_by_their_weights(
         charge(several)
 
     monkeypatch.setattr(sim.core.turns.tenants, "charge", count)
-    sim.tick(150)
-    assert rows["a"] / rows["b"] == pytest.approx(ratio, rel=0.15)
+    sim.tick(400)
+    total = sum(weights.values())
+    shares = {name: rows[name] / sum(rows.values()) for name in weights}
+    assert shares == pytest.approx({name: w / total for name, w in weights.items()}, rel=0.25)
 
 
 def test_a_level_of_priority_goes_before_shares_and_the_other_tenant_still_has_turns() -> None:
