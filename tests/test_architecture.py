@@ -133,7 +133,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
     ("cllm.cli.bench_report", ("cllm", "cllm.cli", "cllm.processors")),
-    ("cllm.cli.app", ("cllm", "cllm.cli", "cllm.doctor", "cllm.removed")),
+    ("cllm.cli.app", ("cllm", "cllm.checks", "cllm.cli", "cllm.doctor", "cllm.removed")),
     ("cllm.cli.option_sources", ("cllm", "cllm.checks", "cllm.cli", "cllm.removed")),
     ("cllm.cli.doctor", ("cllm", "cllm.cli", "cllm.doctor")),
     ("cllm.cli.info", ("cllm", "cllm.cli", "cllm.doctor")),

@@ -207,7 +207,7 @@ def components(wheel: Path) -> list[dict[str, Any]]:
         openmp = next(name for name in names if "libgomp" in name)
         openmp_hash = hashlib.sha256(archive.read(openmp)).hexdigest()
         page = [
-            _of_page(
+            _page_component(
                 archive.read(next(name for name in names if name.endswith(f"/{library}"))), licence
             )
             for library, licence in IN_PAGE.items()
@@ -237,8 +237,8 @@ def components(wheel: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _of_page(content: bytes, licence: str) -> dict[str, Any]:
-    """Return a library of the page; its first lines have its name and its version."""
+def _page_component(content: bytes, licence: str) -> dict[str, Any]:
+    """Return the SBOM component of a library of the page, whose first lines have its name and version."""
     name, version = re.findall(rb"\* (\S+) v(\S+)", content[:200])[0]
     return {
         "type": "library", "name": name.decode(), "version": version.decode(), "bom-ref": name.decode(),

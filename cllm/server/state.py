@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import anyio
 from starlette.requests import Request
 
-from cllm import Engine, SamplingParams
+from cllm import Engine, SamplingParams, SlotInfo
 from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
 from cllm.server.http.fetching import ImageFetcher, Network
@@ -194,6 +195,14 @@ def note_tokens(request: Request, n_tokens: int) -> None:
     access: Access | None = request.scope["state"].get("access")
     if access is not None:
         access.model, access.n_prompt = state_of(request).model_name, access.n_prompt + n_tokens
+
+
+def visible_slots(request: Request, slots: Iterable[SlotInfo]) -> list[SlotInfo]:
+    """Return slots without the tenants that a client with a key of its own must not see."""
+    key = request.scope["state"].get("key")
+    if key is None:
+        return list(slots)
+    return [s if s.tenant in ("", key.name) else replace(s, tenant="") for s in slots]
 
 
 def log_request(state: ServerState, request_id: str, prompt: object) -> None:

@@ -367,7 +367,7 @@ def test_a_file_that_is_no_picture_is_said(page: Page, base_url: str) -> None:
     broken = a_file(page, b"GGUF", "a.png")
     page.dispatch_event("#chat", "drop", {"dataTransfer": broken})
     expect(page.get_by_role("status")).to_contain_text("a.png is no picture that this browser")
-    expect(page.locator("#pictures li")).to_have_count(0)
+    expect(page.locator("#files li")).to_have_count(0)
 
 
 def test_pictures_are_not_offered_for_a_model_that_takes_none(
@@ -402,7 +402,7 @@ def test_the_view_of_the_engine_shows_images(page: Page, base_url: str) -> None:
     page.goto(base_url)
     expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
     page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, picture(300))})
-    expect(page.locator("#pictures li")).to_have_count(1)
+    expect(page.locator("#files li")).to_have_count(1)
     say(page, "What is this?")
     expect(page.locator(".facts")).not_to_be_empty()
     page.get_by_role("tab", name="Engine").click()

@@ -137,9 +137,11 @@ async def test_a_frame_that_cannot_be_made_is_made_for_the_next_reader() -> None
 async def test_several_pages_get_the_frames_of_one_row(server: Server) -> None:
     async with watching(server) as first, watching(server) as second:
         seen: dict[int, dict[str, Any]] = {}
+        for _ in range(2):  # the first frame that each gets has earlier ticks, too
+            for frames in (first, second):
+                await anext(frames)
         for frames in (first, second) * 3:
             frame = await anext(frames)
-            del frame["ticks"]  # of the first frame that each gets: earlier ones, too
             assert seen.setdefault(frame["number"], frame) == frame
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from cllm import SlotInfo, SlotState
+from cllm.server.state import visible_slots
 from tests.server.conftest import Server, refusal_of, running
 
 HEAD = "The river runs down to the sea, and an old man watches it go by: "
@@ -25,6 +29,15 @@ def test_cached_prefixes_are_erased(tmp_path: Path) -> None:
             assert client.post(url).json() == erased
             assert client.post(url).json()["n_erased"] == 0
         assert client.post("/generate", json=GREEDY).json()["usage"]["cached_tokens"] == 0
+
+
+def test_a_client_with_a_key_sees_no_tenants_of_others() -> None:
+    tenants = "alice", "bob", ""
+    slots = [SlotInfo(n, SlotState.DECODE, tenant=tenant) for n, tenant in enumerate(tenants)]
+    alice = Request({"type": "http", "state": {"key": SimpleNamespace(name="alice")}})
+    assert [slot.tenant for slot in visible_slots(alice, slots)] == ["alice", "", ""]
+    operator = Request({"type": "http", "state": {}})
+    assert [slot.tenant for slot in visible_slots(operator, slots)] == list(tenants)
 
 
 @pytest.mark.parametrize("action", ["save", "restore"])

@@ -152,9 +152,7 @@ class RunQueue:
         if self._media is not None:
             self._media.request(self.waiting)
         while self._has_seat:
-            first = scheduler.next_admitted(
-                self.waiting, now, self.running, self._manager.n_seats
-            )
+            first = scheduler.next_admitted(self.waiting, now, self.running, self._manager.n_seats)
             if first is None or not self._start(first, now):
                 break
         self._manager.place_followers(self.running, now)

@@ -6,7 +6,10 @@ import { add, newId, until } from "./tree.js";
 
 const KEPT_EVERY_MS = 2000; // an answer that is being written, so that a reload loses little
 
-const running = new Map(); // id of an answer: { chat, written, controller }
+const ELSEWHERE_MS = 2 * KEPT_EVERY_MS; // after this time without a word, another tab no longer writes
+
+const running = new Map(); // answer: { chat, written, controller }
+const elsewhere = new Map(); // id of an answer: when another tab last said that it writes it
 let changed = () => {};
 let keepChat = async () => {};
 
@@ -17,7 +20,15 @@ export function onAnswers(onChange, keep) {
 }
 
 /** True if an answer is being written. */
-export const isWriting = (answer) => running.has(answer.id);
+export const isWriting = (answer) => running.has(answer);
+
+/** Return the ids of the answers of a chat that are being written here. */
+export const writingOf = (chat) => [...running.keys()].filter((each) => running.get(each).chat === chat).map(({ id }) => id);
+
+/** Note the ids of answers that another tab writes. */
+export function noteElsewhere(ids) {
+  ids.forEach((id) => elsewhere.set(id, performance.now()));
+}
 
 /** True if an answer of a chat is being written. */
 export const isBusy = (id) => [...running.values()].some(({ chat }) => chat.id === id);
@@ -33,6 +44,7 @@ export function chatOf(requestId) {
 /** True if an answer ended before the model ended it, so that it can be continued. */
 export function isCut(answer) {
   if (answer.role !== "assistant" || isWriting(answer) || answer.calls?.length) return false;
+  if (!answer.end && performance.now() - (elsewhere.get(answer.id) ?? -ELSEWHERE_MS) < ELSEWHERE_MS) return false;
   return answer.end !== "stop" && Boolean(answer.content || answer.reasoning);
 }
 
@@ -43,12 +55,12 @@ export function stop(chat) {
 
 /** Write `n` answers after a message; return when all have ended. */
 export async function answer(chat, message, { body, n, seed, system }) {
+  const messages = asked(chat, message, system);
   const group = newId();
   const answers = Array.from({ length: n }, () =>
     add(chat, message.id, { role: "assistant", reasoning: "", calls: [], model: body.model, group }),
   );
   chat.chosen[message.id] = answers[0].id;
-  const messages = asked(chat, message, system);
   await Promise.all(
     answers.map((each, index) => write(chat, each, { ...body, seed: seed === undefined ? undefined : seed + index, messages })),
   );
@@ -65,7 +77,8 @@ export async function goOn(chat, cut, { body, seed, system }) {
 /** Return the messages from the first to this one as the server takes them. */
 function asked(chat, last, system) {
   const before = system.trim() ? [{ role: "system", content: system }] : [];
-  return [...before, ...until(chat, last).map(asMessage)];
+  const isSaid = ({ role, content, reasoning, calls }) => role !== "assistant" || content || reasoning || calls?.length;
+  return [...before, ...until(chat, last).filter(isSaid).map(asMessage)];
 }
 
 function asMessage({ role, content, files, calls, reasoning, tool_call_id, name, end }) {
@@ -82,7 +95,7 @@ function asMessage({ role, content, files, calls, reasoning, tool_call_id, name,
 
 async function write(chat, written, body) {
   const controller = new AbortController();
-  running.set(written.id, { chat, written, controller });
+  running.set(written, { chat, written, controller });
   changed(chat, written);
   const began = performance.now();
   const before = { nTokens: written.nTokens ?? 0, seconds: written.seconds ?? 0 };
@@ -98,7 +111,10 @@ async function write(chat, written, body) {
     written.request = response.headers.get("x-request-id");
     for await (const event of eventsOf(response)) {
       if (event.error) throw new Error(event.error.message);
-      if (event.usage) written.nTokens = before.nTokens + event.usage.completion_tokens;
+      if (event.usage) {
+        written.nTokens = before.nTokens + event.usage.completion_tokens;
+        written.seconds = before.seconds + (performance.now() - began) / 1000;
+      }
       const choice = event.choices[0];
       if (!choice) continue;
       take(written, choice.delta, performance.now() - began);
@@ -114,8 +130,7 @@ async function write(chat, written, body) {
     }
   } finally {
     clearInterval(keeping);
-    running.delete(written.id);
-    written.seconds = before.seconds + (performance.now() - began) / 1000;
+    running.delete(written);
     chat.updated = Date.now();
     await keepChat(chat);
     changed(chat, written);
@@ -126,7 +141,8 @@ function take(written, delta, now) {
   if (delta.content || delta.reasoning_content || delta.tool_calls) written.first ??= now;
   if (delta.content && written.reasoning) written.thought ??= now / 1000;
   written.content += delta.content ?? "";
-  written.reasoning += delta.reasoning_content ?? "";
+  written.reasoning = (written.reasoning ?? "") + (delta.reasoning_content ?? "");
+  written.calls ??= [];
   for (const piece of delta.tool_calls ?? []) {
     const call = (written.calls[piece.index] ??= { id: piece.id, type: "function", function: { name: "", arguments: "" } });
     call.function.name += piece.function?.name ?? "";

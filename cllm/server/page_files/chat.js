@@ -1,13 +1,13 @@
 // The chat: one is shown, any number are answered; all are kept in this browser.
 
-import { answer, busyChat, chatOf, goOn, isBusy, onAnswers, stop } from "./answers.js";
+import { answer, busyChat, chatOf, goOn, isBusy, isWriting, noteElsewhere, onAnswers, stop, writingOf } from "./answers.js";
 import { hasFiles, pickFiles, setFiles, takeFiles } from "./files.js";
 import { List } from "./list.js";
 import { Messages } from "./messages.js";
 import { announce, download, offer, tell } from "./notes.js";
 import { settingsOf, startSettings } from "./settings.js";
 import * as store from "./store.js";
-import { add, asMarkdown, choose, fromFile, newChat, path, until } from "./tree.js";
+import { add, asMarkdown, choose, fromFile, merge, newChat, path, until } from "./tree.js";
 import { welcome } from "./welcome.js";
 
 const FILE = "cllm-chats"; // what a file of chats is called, and says that it is
@@ -15,7 +15,9 @@ const element = (id) => document.getElementById(id);
 
 const drafts = new Map(); // id of a chat: what is being written there
 const removed = new Set();
-let current = newChat();
+let fresh = newChat(); // the one without messages
+let current = fresh;
+let nShown = 0; // chats: one that is read late is not shown over a later one
 let model = {};
 let list;
 let messages;
@@ -28,9 +30,11 @@ export async function startChat() {
   onAnswers(answered, keep);
   store.onChange(changedElsewhere);
   listen();
+  await store.start();
   await list.refresh();
-  if (list.heads.length && !current.messages.length) await openChat(list.heads[0].id);
-  else show(current);
+  const isUntouched = current === fresh && !element("prompt").value && !hasFiles();
+  if (list.heads.length && isUntouched) await openChat(list.heads[0].id);
+  if (current === fresh) show(fresh);
 }
 
 /** Note what the server says of its model. */
@@ -47,7 +51,10 @@ export function openChatOf(requestId) {
 }
 
 function listen() {
-  element("new-chat").addEventListener("click", () => show(newChat()));
+  element("new-chat").addEventListener("click", () => {
+    if (fresh.messages.length) fresh = newChat();
+    show(fresh);
+  });
   element("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send();
@@ -59,8 +66,9 @@ function listen() {
     }
   });
   document.addEventListener("keydown", (event) => {
-    if (document.querySelector("dialog[open]")) return;
-    if (event.key === "Escape" && messages.editing) edit(null);
+    if (document.querySelector("dialog[open]") || element("view-chat").hidden) return;
+    if (event.key === "Escape" && isNarrow() && !element("list").hidden) showList(false);
+    else if (event.key === "Escape" && messages.editing) edit(null);
     else if (event.key === "Escape") stop(current);
     else if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
@@ -93,13 +101,18 @@ const isNarrow = () => matchMedia("(max-width: 45rem)").matches;
 
 // --- Which chat --------------------------------------------------------------------------------
 async function openChat(id) {
-  const chat = id === current.id ? current : (busyChat(id) ?? (await store.load(id)));
+  if (isNarrow()) showList(false);
+  if (id === current.id) return;
+  const number = ++nShown;
+  const chat = busyChat(id) ?? (await store.load(id));
+  if (number !== nShown) return;
   if (chat) show(chat);
   else await list.refresh();
 }
 
 function show(chat) {
-  drafts.set(current.id, { text: element("prompt").value, files: hasFiles() ? pickFiles() : [] });
+  nShown++;
+  drafts.set(current.id, { text: element("prompt").value, files: pickFiles() });
   current = chat;
   const draft = drafts.get(chat.id) ?? { text: "", files: [] };
   element("prompt").value = draft.text;
@@ -116,7 +129,7 @@ function show(chat) {
 async function keep(chat) {
   if (removed.has(chat.id)) return;
   try {
-    await store.keep(chat);
+    await store.keep(chat, writingOf(chat));
   } catch (error) {
     const isFull = error?.name === "QuotaExceededError";
     tell(isFull ? "This browser has no room for more: export chats, then delete some." : `The chat is not kept: ${error?.message}.`);
@@ -131,8 +144,9 @@ async function remove(head) {
   await list.refresh();
   if (head.id === current.id) {
     if (list.heads.length) await openChat(list.heads[0].id);
-    else show(newChat());
+    else show(fresh = newChat());
   }
+  if (!chat) return; // another tab has deleted it
   offer(`“${head.title}” is deleted.`, "Undo", async () => {
     removed.delete(head.id);
     await keep(chat);
@@ -148,13 +162,13 @@ async function rename() {
   await keepAndList();
 }
 
-async function changedElsewhere(id) {
+/** Take over what another tab has added to the chat that is shown. */
+async function changedElsewhere(id, writing) {
+  noteElsewhere(writing);
   await list.refresh();
-  if (id !== current.id || isBusy(id) || messages.editing) return;
-  const chat = await store.load(id);
-  if (!chat) return;
-  current = chat;
-  messages.open(chat);
+  const stored = id === current.id && (await store.load(id));
+  if (!stored || id !== current.id) return;
+  merge(current, stored);
   draw();
 }
 
@@ -204,11 +218,15 @@ function ask(message) {
 
 const lastOf = (chat) => path(chat).at(-1)?.message;
 
-function send(text = element("prompt").value) {
+function send() {
+  const text = element("prompt").value;
   if (isBusy(current.id) || !(text.trim() || hasFiles())) return;
-  const message = add(current, lastOf(current)?.id ?? "", { role: "user", content: text, files: pickFiles() });
   element("prompt").value = "";
-  ask(message);
+  sendText(text);
+}
+
+function sendText(text) {
+  ask(add(current, lastOf(current)?.id ?? "", { role: "user", content: text, files: pickFiles() }));
 }
 
 function sendEdited(message, text) {
@@ -252,10 +270,10 @@ function edit(message) {
 
 /** Note that an answer has grown or ended. */
 function answered(chat, written) {
-  const isOver = written.seconds !== undefined && !isBusy(chat.id);
+  const isOver = !isWriting(written) && !isBusy(chat.id);
   if (chat === current) {
     messages.drawSoon();
-    if (isOver) announce(written.error ?? "The answer is complete.");
+    if (isOver) announce(written.error ?? (written.end === "stopped" ? "The answer was stopped." : "The answer is complete."));
   } else if (isOver) list.unread.add(chat.id);
   if (isOver || chat === current) drawButtons();
   if (isOver) list.refresh();
@@ -280,7 +298,7 @@ function drawButtons() {
 function drawWelcome() {
   const attach = (text) => {
     element("prompt").value = text;
-    element("picture-files").click();
+    element("file-chooser").click();
   };
-  element("messages").replaceChildren(welcome(model, store.isForgetful(), send, attach));
+  element("messages").replaceChildren(welcome(model, store.isForgetful(), sendText, attach));
 }

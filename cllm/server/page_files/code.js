@@ -2,9 +2,10 @@
 
 import { node } from "./node.js";
 
-const N_CODE_MAX = 20_000; // characters of a block that gets colours
+const N_CODE_MAX = 8_000; // characters of a block that gets colours
+const N_LINE_MAX = 500; // some languages take time in proportion to the square of a line
 const N_FORMULA_MAX = 2_000;
-const N_KEPT = 200; // results: a text that grows is drawn again and again
+const N_KEPT = 200_000; // characters whose results are kept: a text that grows is drawn again and again
 const FORMULAS = { throwOnError: true, maxExpand: 200, maxSize: [20, 100], trust: false };
 
 /** A library, loaded at the first use; those that wait for it are drawn again then. */
@@ -15,6 +16,7 @@ class Library {
     this.isAsked = false;
     this.waiting = [];
     this.kept = new Map();
+    this.nKept = 0;
   }
 
   /** Fill `place` with what `make(library)` returns; leave its text if that fails. */
@@ -25,8 +27,13 @@ class Library {
       return;
     }
     if (!this.kept.has(key)) {
-      if (this.kept.size >= N_KEPT) this.kept.delete(this.kept.keys().next().value);
       this.kept.set(key, this.made(make));
+      this.nKept += key.length;
+      for (const oldest of this.kept.keys()) {
+        if (this.nKept <= N_KEPT) break;
+        this.kept.delete(oldest);
+        this.nKept -= oldest.length;
+      }
     }
     const made = this.kept.get(key);
     if (made) place.replaceChildren(made.cloneNode(true));
@@ -56,7 +63,7 @@ class Library {
 const highlighter = new Library(() => import("./highlight.js"));
 const formulas = new Library(() => import("./temml.js"));
 
-/** What the highlighter calls with the parts of a code; it makes nodes of them. */
+/** Emitter of highlight.js that builds nodes. */
 class Emitter {
   constructor() {
     this.root = document.createDocumentFragment();
@@ -99,7 +106,8 @@ class Emitter {
 /** Return a node of code, in the colours of its language. */
 export function code(text, language) {
   const place = node("code", {}, text);
-  if (language && text.length <= N_CODE_MAX)
+  const isShort = text.length <= N_CODE_MAX && text.split("\n").every((line) => line.length <= N_LINE_MAX);
+  if (language && isShort)
     highlighter.fill(place, `${language}\n${text}`, (library) => {
       if (!library.getLanguage(language)) return null;
       library.configure({ __emitter: Emitter });

@@ -56,7 +56,7 @@ export function drawCells(canvas, extents, slots, nCells) {
 }
 
 /** A lane for each sequence, positions from left to right; what is shared stands in the lane of each holder.
- * The lane of `pointed`, and what it shares, stand out.  Returns what stands at a place: { slot, extent }. */
+ * The lane of `pointed`, and what it shares, stand out.  Returns a function from a point to { slot, extent }. */
 export function drawLanes(canvas, extents, slots, pointed = null) {
   const busy = slots.filter((slot) => slot.state !== "free");
   const lanes = new Map(busy.map((slot, index) => [slot.seq_id, index]));
@@ -105,7 +105,7 @@ export function drawLanes(canvas, extents, slots, pointed = null) {
 }
 
 /** Rows of each tick upwards on a square-root scale, so that few rows are seen beside many; its time downwards.
- * Returns the tick at a place. */
+ * Returns a function from a point to its tick. */
 export function drawTicks(canvas, ticks) {
   const { context, width, height } = pen(canvas, 140);
   const shown = ticks.slice(-Math.floor(width / TICK));

@@ -3,9 +3,9 @@
 import { cellsOf, drawCells, drawLanes, drawTicks } from "./drawings.js";
 import { node } from "./node.js";
 import { download, tell } from "./notes.js";
-import { ask, errorOf, eventsOf } from "./server.js";
+import { NoKeyError, ask, errorOf, eventsOf } from "./server.js";
 
-const N_TICKS = 512; // that are drawn
+const N_TICKS = 512; // as many as the engine keeps
 const AGAIN_MS = 1000;
 const element = (id) => document.getElementById(id);
 
@@ -21,7 +21,7 @@ export function startEngine(open) {
     element("pause").textContent = isPaused ? "Go on" : "Pause";
     element("pause").setAttribute("aria-pressed", isPaused);
   });
-  element("trace").addEventListener("click", () => view && download("cllm-trace.json", "application/json", traceOf(view.ticks)));
+  element("trace").addEventListener("click", () => view?.shown && download("cllm-trace.json", "application/json", traceOf(view.shownTicks)));
   for (const id of ["lanes", "ticks"]) {
     element(id).addEventListener("mousemove", (event) => view?.point(id, event));
     element(id).addEventListener("mouseleave", () => view?.point(id, null));
@@ -44,7 +44,8 @@ async function watch(signal) {
       view = new View();
       for await (const frame of eventsOf(response)) view.take(frame);
     } catch (error) {
-      if (!signal.aborted) tell(error.message);
+      if (!signal.aborted) tell(error.message, "engine");
+      if (error instanceof NoKeyError) return;
     }
     if (!signal.aborted) await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
@@ -72,15 +73,17 @@ class View {
     this.events = [];
     this.places = {}; // what stands where in the drawings
     this.pointed = null; // seq_id under the mouse
+    this.shown = null; // frame
+    this.shownTicks = [];
   }
 
   take(frame) {
     if (frame.number <= this.number) return;
     this.number = frame.number;
-    tell(frame.status === "ready" ? "" : (frame.reason ?? frame.status));
+    tell(frame.status === "ready" ? "" : (frame.reason ?? frame.status), "engine");
     if (!frame.slots) return;
     this.ticks = [...this.ticks, ...frame.ticks].slice(-N_TICKS);
-    if (!isPaused) this.show(frame);
+    if (!isPaused || !this.shown) this.show(frame);
     this.before = frame;
   }
 
@@ -88,15 +91,17 @@ class View {
     this.tell(frame);
     this.showNumbers(frame);
     this.shown = frame;
+    this.shownTicks = this.ticks;
     this.draw();
     this.showSlots(frame);
   }
 
+  /** Draw the frame that is shown: the last one, or the one at which the view was paused. */
   draw() {
     const { extents, slots, statistics } = this.shown;
     drawCells(element("cells"), extents, slots, statistics.n_kv_cells);
     this.places.lanes = drawLanes(element("lanes"), extents, slots, this.pointed);
-    if (!isPaused) this.places.ticks = drawTicks(element("ticks"), this.ticks);
+    this.places.ticks = drawTicks(element("ticks"), this.shownTicks);
   }
 
   /** Say what is under the mouse. */

@@ -19,10 +19,10 @@ let kinds = ["text"]; // that the model takes
 let files = [];
 let nMessages = 0; // for which files were picked: a file that is read later than its message is left out
 
-/** Take files by button, paste and drop from now on: texts. */
+/** Accept text files by button, paste and drop. */
 export function takeFiles() {
-  const chooser = element("picture-files");
-  element("add-picture").addEventListener("click", () => chooser.click());
+  const chooser = element("file-chooser");
+  element("add-file").addEventListener("click", () => chooser.click());
   chooser.addEventListener("change", () => {
     add(chooser.files);
     chooser.value = ""; // the same file may be chosen again
@@ -48,12 +48,12 @@ export function takeFiles() {
   takeKinds([]);
 }
 
-/** Take pictures or recordings, too: "image", "audio". */
+/** Accept pictures or recordings, too: "image", "audio". */
 export function takeKinds(media) {
   kinds = [...media, "text"];
   const named = kinds.map((kind) => NAMES[kind]).join(" or ");
-  element("add-picture").setAttribute("aria-label", `Add a ${named}`);
-  element("add-picture").title = `Add a ${named}; pasting and dropping work too`;
+  element("add-file").setAttribute("aria-label", `Add a ${named}`);
+  element("add-file").title = `Add a ${named}; pasting and dropping work too`;
 }
 
 /** True if the message that is being written has files. */
@@ -74,7 +74,7 @@ export function setFiles(all) {
     setFiles(files.filter((_, other) => other !== index));
     element("prompt").focus();
   };
-  element("pictures").replaceChildren(
+  element("files").replaceChildren(
     ...files.map((file, index) => {
       const name = `${NAMES[file.kind]} ${index + 1}`;
       return node(
@@ -170,8 +170,6 @@ function read(file) {
   });
 }
 
-// --- What the server takes --------------------------------------------------------------------
-
 /** Return a file as a node: a picture to look at, a recording to play, a text to open. */
 export function preview(file, label) {
   if (file.kind === "text")
@@ -180,6 +178,8 @@ export function preview(file, label) {
     ? node("audio", { src: file.url, controls: true, "aria-label": label })
     : node("img", { src: file.url, alt: label });
 }
+
+// --- What the server takes --------------------------------------------------------------------
 
 /** Return a text and files as the content of a message of the API. */
 export function asContent(text, attached = []) {
@@ -197,21 +197,4 @@ function partOf({ kind, name, url, text }) {
   const [head, data] = url.split(",", 2);
   const format = head.match(/^data:audio\/(?:x-)?([a-z0-9]+)/i)?.[1] ?? "wav";
   return { type: "input_audio", input_audio: { data, format: format === "mpeg" ? "mp3" : format } };
-}
-
-/** Return the text of a content of the API. */
-export function textOf(content) {
-  if (!Array.isArray(content)) return content ?? "";
-  return content.map((part) => part.text ?? "").join("");
-}
-
-/** Return the pictures and recordings of a content of the API. */
-export function picturesOf(content) {
-  if (!Array.isArray(content)) return [];
-  return content.flatMap((part) => {
-    if (part.image_url) return [{ kind: "image", name: "picture", url: part.image_url.url }];
-    if (!part.input_audio) return [];
-    const { data, format } = part.input_audio;
-    return [{ kind: "audio", name: "recording", url: `data:audio/${format === "mp3" ? "mpeg" : format};base64,${data}` }];
-  });
 }

@@ -41,7 +41,7 @@ function inline(state, isSilent) {
   return true;
 }
 
-/** Return where a formula ends: at most 2,000 characters on, so that many beginnings without an end cost little. */
+/** Return the index where a formula ends, or -1; search at most 2,000 characters, so that many beginnings cost little. */
 function endOf(text, start, close, most) {
   const near = text.slice(start, Math.min(most, start + 2000));
   let end = near.indexOf(close);

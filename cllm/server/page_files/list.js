@@ -32,12 +32,16 @@ export class List {
   /** Read the heads again and draw them. */
   async refresh() {
     this.heads = await store.heads();
-    this.draw();
+    if (this.found) await this.search(element("search").value.trim());
+    else this.draw();
   }
 
   draw() {
     const shown = this.heads.filter(({ id }) => !this.found || this.found.has(id));
+    const { activeElement } = document;
+    const focused = activeElement.closest("#chats") && [activeElement.parentElement.dataset.id, activeElement.className];
     element("chats").replaceChildren(...shown.map((head) => this.row(head)));
+    if (focused) element("chats").querySelector(`[data-id="${focused[0]}"] > button.${focused[1]}`)?.focus();
     element("no-chats").hidden = !this.found || shown.length > 0;
   }
 
@@ -47,14 +51,14 @@ export class List {
     const isShown = id === this.current;
     return node(
       "li",
-      {},
+      { "data-id": id },
       node(
         "button",
-        { "aria-current": isShown && "true", title, onclick: () => this.act.open(head) },
+        { class: "open", "aria-current": isShown && "true", title, onclick: () => this.act.open(head) },
         mark && node("span", { class: "mark", role: "img", "aria-label": mark[1] }, mark[0]),
         title,
       ),
-      node("button", { "aria-label": `Delete ${title}`, onclick: () => this.act.remove(head) }, "×"),
+      node("button", { class: "delete", "aria-label": `Delete ${title}`, onclick: () => this.act.remove(head) }, "×"),
     );
   }
 }

@@ -65,7 +65,7 @@ async function ready() {
     } catch (error) {
       health.reason = error.message;
     }
-    tell(health.status === "ok" ? "" : (health.reason ?? health.status ?? ""));
+    tell(health.status === "ok" ? "" : (health.reason ?? health.status ?? ""), "health");
     if (health.status === "ok") return health;
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }

@@ -5,11 +5,12 @@ import { preview } from "./files.js";
 import { markdown } from "./markdown.js";
 import { node } from "./node.js";
 import { copy } from "./notes.js";
-import { drawnTool, toolsByName } from "./settings.js";
+import { toolsByName } from "./settings.js";
 import { path } from "./tree.js";
 
 const N_AT_ONCE = 12; // the last messages, drawn with the chat
 const NEAR = "1200px";
+const UNENDED = ["stopped", "lost", "length"];
 const BUSY_SHARE = 4; // drawing takes at most a fifth of the time
 
 /** Shows chats in a box, and calls `act` of { edit, again, choose, goOn, giveResults } with a message. */
@@ -43,7 +44,7 @@ export class Messages {
     this.isDue = true;
     const draw = () => {
       this.isDue = false;
-      this.draw();
+      if (this.chat.messages.length) this.draw(); // otherwise another chat has been opened, which has none
     };
     setTimeout(() => requestAnimationFrame(draw), Math.max(0, this.freeAt - performance.now()));
   }
@@ -53,10 +54,26 @@ export class Messages {
     const isAtEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
     const shown = rowsOf(this.chat);
     const elements = shown.map((row, index) => this.elementOf(row, shown.length - index <= N_AT_ONCE, index === shown.length - 1));
+    const focused = this.focused();
     patch(this.box, elements);
+    this.focusAgain(focused);
     if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
     const now = performance.now();
     this.freeAt = now + BUSY_SHARE * (now - began);
+  }
+
+  /** Return where the focus is: in which message, and on which button; null if it is elsewhere. */
+  focused() {
+    const { activeElement } = document;
+    const index = [...this.box.children].indexOf(activeElement.closest("#messages > *"));
+    return index < 0 ? null : { index, name: nameOfButton(activeElement), element: activeElement };
+  }
+
+  /** Focus what has replaced the part that had the focus. */
+  focusAgain(focused) {
+    if (!focused || focused.element.isConnected) return;
+    const buttons = [...(this.box.children[focused.index]?.querySelectorAll("button:enabled") ?? [])];
+    (buttons.find((each) => nameOfButton(each) === focused.name) ?? this.box).focus({ preventScroll: true });
   }
 
   elementOf(row, isNear, isLast) {
@@ -156,7 +173,7 @@ export class Messages {
       ...markdown(answer.content),
       isWriting(answer) && !answer.content && !answer.reasoning ? node("p", { class: "waits" }, "…") : null,
       ...calls.map(drawnCall),
-      isLast && isChosen && calls.length && !isRunning ? this.results(answer) : null,
+      isLast && isChosen && calls.length && !isRunning && !UNENDED.includes(answer.end) ? this.results(answer) : null,
       answer.error ? node("p", { class: "error", role: "alert" }, answer.error) : null,
       node(
         "p",
@@ -223,6 +240,8 @@ const stateOf = (message) => [
   message.end, message.error, message.seconds, isWriting(message),
 ];
 
+const nameOfButton = (button) => button.getAttribute("aria-label") ?? button.textContent;
+
 function nameOf({ role, name }) {
   if (role === "tool") return `Result of ${name ?? "the tool"}`;
   return role === "assistant" ? "Model" : "You";
@@ -232,6 +251,11 @@ function nameOf({ role, name }) {
 function shownFiles({ files }) {
   if (!files?.length) return null;
   return node("div", { class: "shown" }, ...files.map((file, index) => preview(file, `File ${index + 1} of the message`)));
+}
+
+/** Return the description and the parameters of a tool as a node. */
+function drawnTool({ name, description, parameters }) {
+  return node("details", {}, node("summary", {}, description || name), node("pre", {}, JSON.stringify(parameters ?? {}, null, 2)));
 }
 
 function drawnCall(call) {
@@ -246,7 +270,7 @@ function drawnCall(call) {
 function factsOf(answer) {
   const facts = [];
   const ends = { length: "cut: no more tokens", lost: "interrupted" };
-  if (answer.end && answer.end !== "stop" && !answer.calls?.length) facts.push(ends[answer.end] ?? answer.end);
+  if (answer.end && answer.end !== "stop" && answer.end !== "tool_calls") facts.push(ends[answer.end] ?? answer.end);
   else if (!answer.end && !isWriting(answer)) facts.push("interrupted");
   if (answer.nTokens && answer.seconds) facts.push(`${answer.nTokens} tokens, ${(answer.nTokens / answer.seconds).toFixed(1)} a second`);
   if (answer.first !== undefined) facts.push(`first after ${answer.first.toFixed(0)} ms`);

@@ -6,10 +6,13 @@ const SHOWN_MS = 10_000;
 const element = (id) => document.getElementById(id);
 
 let leaving = null;
+const told = new Map(); // last line of each source
 
-/** Show a line in the header until the next one; "" removes it. */
-export function tell(text) {
-  if (element("status").textContent !== text) element("status").textContent = text;
+/** Show a line in the header; a source removes its own with "", and leaves those of others. */
+export function tell(text, source = "page") {
+  const shown = element("status").textContent;
+  if (text ? shown !== text : shown && shown === told.get(source)) element("status").textContent = text;
+  told.set(source, text);
 }
 
 /** Show a line over the page for ten seconds, with a button that does `act`. */
@@ -48,9 +51,8 @@ function copySelected(text) {
 }
 
 function said(button, text) {
-  const before = button.textContent;
   button.textContent = text;
-  setTimeout(() => (button.textContent = before), 1500);
+  setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
 /** Save a text as a file. */

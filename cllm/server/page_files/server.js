@@ -34,6 +34,13 @@ async function answerTo(path, options) {
   }
 }
 
+/** The key that the server asks for was not given. */
+export class NoKeyError extends Error {
+  constructor() {
+    super("This server asks for an API key.");
+  }
+}
+
 let asking = null; // several requests are rejected at once, and ask once
 
 function askForKey(problem) {
@@ -42,8 +49,10 @@ function askForKey(problem) {
     document.getElementById("key-problem").textContent = problem && `The key was not accepted: ${problem}.`;
     dialog.onclose = () => {
       asking = null;
-      if (dialog.returnValue !== "use") return reject(new Error("This server asks for an API key."));
-      sessionStorage.setItem(KEY, document.getElementById("key").value.trim());
+      if (dialog.returnValue !== "use") return reject(new NoKeyError());
+      const key = document.getElementById("key").value.trim();
+      if (!/^[\x21-\x7e]+$/.test(key)) return resolve(askForKey("it may have letters, digits and signs of ASCII"));
+      sessionStorage.setItem(KEY, key);
       resolve();
     };
     dialog.returnValue = "";

@@ -1,6 +1,5 @@
 // Settings of the requests, and presets: settings of sampling under a name.
 
-import { node } from "./node.js";
 import { offer } from "./notes.js";
 
 const SETTINGS = "cllm.settings";
@@ -51,7 +50,7 @@ function showPresets() {
     ...(chosen === undefined ? [new Option("own values", "", false, true)] : []),
   );
   element("keep-preset").disabled = chosen !== undefined;
-  element("drop-preset").disabled = chosen === undefined || chosen in BUILT_IN;
+  element("drop-preset").disabled = chosen === undefined || Object.hasOwn(BUILT_IN, chosen);
 }
 
 function use(name) {
@@ -64,7 +63,7 @@ function use(name) {
 
 function keepPreset() {
   const name = prompt("Name of the preset")?.trim();
-  if (!name || name in BUILT_IN) return;
+  if (!name || Object.hasOwn(BUILT_IN, name)) return;
   localStorage.setItem(PRESETS, JSON.stringify({ ...read(PRESETS, {}), [name]: valuesOf(SAMPLING) }));
   showPresets();
 }
@@ -110,9 +109,4 @@ export function settingsOf() {
     response_format: schema && { type: "json_schema", json_schema: { name: "answer", schema } },
   };
   return { body, n: Math.min(8, Math.max(1, number("n") ?? 1)), seed: number("seed"), system: element("system").value };
-}
-
-/** Return the list of the settings' schema of a tool as nodes. */
-export function drawnTool({ name, description, parameters }) {
-  return node("details", {}, node("summary", {}, description || name), node("pre", {}, JSON.stringify(parameters ?? {}, null, 2)));
 }

@@ -1,15 +1,16 @@
 // Chats in this browser: IndexedDB has a head of each chat for the list, and its body with all messages.
 
-import { fromOldChat } from "./tree.js";
+import { fromOldChat, merge } from "./tree.js";
 
 const OLD = "cllm.chats"; // in localStorage, before there was a database
 const MODES = { read: "readonly", write: "readwrite" };
 const tabs = new BroadcastChannel("cllm.chats");
 
 let database = null; // a promise
-let memory = null; // heads and bodies, if the browser keeps nothing
+let memory = null; // chats, if the browser keeps nothing
+const unkept = new Map(); // chats for which the browser had no room
 
-/** Open the database; move chats of an earlier page into it. */
+/** Open the database. */
 async function opened() {
   database ??= new Promise((resolve, reject) => {
     const request = indexedDB.open("cllm", 1);
@@ -26,29 +27,52 @@ async function opened() {
 /** Run `work` on the two stores in one transaction; return the result of the request that it makes last. */
 async function transact(mode, work) {
   const transaction = (await opened()).transaction(["heads", "bodies"], MODES[mode]);
-  const request = work(transaction.objectStore("heads"), transaction.objectStore("bodies"));
-  return new Promise((resolve, reject) => {
+  const ended = new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve(request?.result);
-    transaction.onabort = transaction.onerror = () => reject(transaction.error ?? request?.error);
+    transaction.onabort = () => reject(transaction.failure ?? transaction.error);
   });
+  const request = work(transaction.objectStore("heads"), transaction.objectStore("bodies"));
+  return ended;
+}
+
+/** Put a chat into the stores, with what another tab has added to it; no head without its body. */
+function put(heads, bodies, chat) {
+  bodies.get(chat.id).onsuccess = ({ target: { result, transaction } }) => {
+    try {
+      if (result) merge(chat, result);
+      heads.put(headOf(chat));
+      bodies.put(chat);
+    } catch (error) {
+      transaction.failure = error;
+      transaction.abort();
+    }
+  };
 }
 
 const headOf = ({ id, title, updated }) => ({ id, title, updated });
 
-/** Return the heads of all chats, the latest first.  Without a database, chats last as long as the page. */
-export async function heads() {
-  let all;
+/** Prepare the database.  Without one, chats last as long as the page. */
+export async function start() {
   try {
-    if (localStorage.getItem(OLD)) {
-      await keepAll(JSON.parse(localStorage.getItem(OLD)).map(fromOldChat));
-      localStorage.removeItem(OLD);
-    }
-    all = await transact("read", (heads) => heads.getAll());
+    await opened();
   } catch (error) {
     console.warn("chats are not kept:", error);
-    memory ??= new Map();
-    all = [...memory.values()].map(headOf);
+    memory = new Map();
+    return;
   }
+  try {
+    const old = localStorage.getItem(OLD);
+    if (old) await keepAll(JSON.parse(old).map(fromOldChat));
+    localStorage.removeItem(OLD);
+  } catch (error) {
+    console.warn("the chats of an earlier page stay where they are:", error);
+  }
+}
+
+/** Return the heads of all chats, the latest first. */
+export async function heads() {
+  const kept = memory ? [...memory.values()].map(headOf) : await transact("read", (heads) => heads.getAll());
+  const all = [...kept.filter(({ id }) => !unkept.has(id)), ...[...unkept.values()].map(headOf)];
   return all.sort((one, other) => other.updated - one.updated);
 }
 
@@ -57,32 +81,37 @@ export const isForgetful = () => memory !== null;
 
 /** Return a chat; undefined if another tab has removed it. */
 export async function load(id) {
-  return memory ? memory.get(id) : transact("read", (_, bodies) => bodies.get(id));
+  return unkept.get(id) ?? (memory ? memory.get(id) : transact("read", (_, bodies) => bodies.get(id)));
 }
 
 /** Return all chats. */
 export async function loadAll() {
-  return memory ? [...memory.values()] : transact("read", (_, bodies) => bodies.getAll());
+  const kept = memory ? [...memory.values()] : await transact("read", (_, bodies) => bodies.getAll());
+  return [...kept.filter(({ id }) => !unkept.has(id)), ...unkept.values()];
 }
 
-/** Keep a chat as it is now, and tell other tabs.  Throws if the browser has no room for it. */
-export const keep = (chat) => keepAll([chat]);
+/** Keep a chat with what another tab has added to it, and tell other tabs which of its answers are being written.
+ * Throws if the browser has no room for it; the chat then lasts as long as the page. */
+export const keep = (chat, writing = []) => keepAll([chat], writing);
 
-export async function keepAll(chats) {
+/** Keep several chats. */
+export async function keepAll(chats, writing = []) {
   if (memory) chats.forEach((chat) => memory.set(chat.id, chat));
   else {
-    await transact("write", (heads, bodies) => {
-      for (const chat of chats) {
-        heads.put(headOf(chat));
-        bodies.put(chat);
-      }
-    });
+    try {
+      await transact("write", (heads, bodies) => chats.forEach((chat) => put(heads, bodies, chat)));
+    } catch (error) {
+      chats.forEach((chat) => unkept.set(chat.id, chat));
+      throw error;
+    }
+    chats.forEach((chat) => unkept.delete(chat.id));
   }
-  chats.forEach((chat) => tabs.postMessage({ id: chat.id }));
+  chats.forEach(({ id }) => tabs.postMessage({ id, writing }));
 }
 
 /** Remove a chat. */
 export async function remove(id) {
+  unkept.delete(id);
   if (memory) memory.delete(id);
   else {
     await transact("write", (heads, bodies) => {
@@ -90,7 +119,7 @@ export async function remove(id) {
       bodies.delete(id);
     });
   }
-  tabs.postMessage({ id });
+  tabs.postMessage({ id, writing: [] });
 }
 
 /** Return the ids of the chats whose title or messages contain a text, in any case. */
@@ -98,8 +127,8 @@ export async function search(text) {
   const sought = text.toLowerCase();
   const contains = (chat) =>
     chat.title.toLowerCase().includes(sought) || chat.messages.some((message) => message.content.toLowerCase().includes(sought));
-  if (memory) return [...memory.values()].filter(contains).map((chat) => chat.id);
-  const found = [];
+  const found = [...unkept.values(), ...(memory?.values() ?? [])].filter(contains).map((chat) => chat.id);
+  if (memory) return found;
   await transact("read", (_, bodies) => {
     bodies.openCursor().onsuccess = ({ target: { result: cursor } }) => {
       if (!cursor) return;
@@ -110,7 +139,7 @@ export async function search(text) {
   return found;
 }
 
-/** Call `heard(id)` when another tab has changed or removed a chat. */
+/** Call `heard(id, writing)` when another tab has changed or removed a chat; it writes the answers `writing`. */
 export function onChange(heard) {
-  tabs.addEventListener("message", ({ data }) => heard(data.id));
+  tabs.addEventListener("message", ({ data: { id, writing } }) => heard(id, writing));
 }

@@ -5,8 +5,6 @@
 // Answers have { reasoning, calls, error, end, seconds, first, thought, nTokens, model, group }: answers of one
 // question that were asked for together have the same `group`.
 
-import { picturesOf, textOf } from "./files.js";
-
 const ROOT = "";
 
 export const newId = () => crypto.getRandomValues(new Uint32Array(2)).join("-");
@@ -59,14 +57,16 @@ export function choose(chat, message) {
   if (!chat.isNamed && message.parent === ROOT) chat.title = titleOf(message);
 }
 
-/** Remove a message and all after it; return what `restore` needs. */
-export function cut(chat, message) {
-  const gone = new Set([message.id]);
-  for (const each of chat.messages) if (gone.has(each.parent)) gone.add(each.id);
-  const before = { messages: chat.messages, chosen: { ...chat.chosen } };
-  chat.messages = chat.messages.filter((each) => !gone.has(each.id));
-  if (chat.chosen[message.parent] === message.id) delete chat.chosen[message.parent];
-  return before;
+/** Add to a chat what another tab has stored of it: messages, and what has been written of those that are here. */
+export function merge(chat, stored) {
+  const size = ({ content, reasoning = "", end }) => content.length + reasoning.length + (end ? 0.5 : 0);
+  const ours = new Map(chat.messages.map((each) => [each.id, each]));
+  for (const each of stored.messages) {
+    const own = ours.get(each.id);
+    if (!own) chat.messages.push(each);
+    else if (size(each) > size(own)) Object.assign(own, each);
+  }
+  if (stored.updated > chat.updated) Object.assign(chat, { title: stored.title, isNamed: stored.isNamed });
 }
 
 function titleOf({ content, files = [] }) {
@@ -93,13 +93,72 @@ export function fromOldChat(old) {
   return chat;
 }
 
-/** Return a chat of a file, with an id of its own; throws if it is none. */
-export function fromFile(chat) {
-  const isText = (value) => typeof value === "string";
-  const isMessage = (each) => each && [each.id, each.parent, each.role, each.content].every(isText);
-  if (!chat || !isText(chat.title) || !Array.isArray(chat.messages) || !chat.messages.every(isMessage))
+/** Return the text of a content of the API. */
+function textOf(content) {
+  if (!Array.isArray(content)) return content ?? "";
+  return content.map((part) => part.text ?? "").join("");
+}
+
+/** Return the pictures and recordings of a content of the API. */
+function picturesOf(content) {
+  if (!Array.isArray(content)) return [];
+  return content.flatMap((part) => {
+    if (part.image_url) return [{ kind: "image", name: "picture", url: part.image_url.url }];
+    if (!part.input_audio) return [];
+    const { data, format } = part.input_audio;
+    return [{ kind: "audio", name: "recording", url: `data:audio/${format === "mp3" ? "mpeg" : format};base64,${data}` }];
+  });
+}
+
+const ROLES = ["user", "assistant", "tool"];
+const isText = (value) => typeof value === "string";
+const isMissingOr = (test) => (value) => value === undefined || test(value);
+
+/** True if a value may be a field of a message. */
+const FIELDS = {
+  content: isText,
+  role: (value) => ROLES.includes(value),
+  files: isMissingOr((files) => Array.isArray(files) && files.every(isFile)),
+  calls: isMissingOr((calls) => Array.isArray(calls) && calls.every(isCall)),
+  reasoning: isMissingOr(isText),
+  error: isMissingOr(isText),
+  end: isMissingOr(isText),
+  group: isMissingOr(isText),
+  name: isMissingOr(isText),
+  model: isMissingOr(isText),
+  tool_call_id: isMissingOr(isText),
+  nTokens: isMissingOr(Number.isFinite),
+  seconds: isMissingOr(Number.isFinite),
+  first: isMissingOr(Number.isFinite),
+  thought: isMissingOr(Number.isFinite),
+};
+
+const isFile = (file) => file && isText(file.name) && (file.kind === "text" ? isText(file.text) : isText(file.url) && file.url.startsWith("data:"));
+const isCall = (call) => call && isText(call.id) && isText(call.function?.name) && isText(call.function?.arguments);
+
+/** Return a chat of a file, with an id of its own and no other fields than ours; throw if it is none. */
+export function fromFile({ title, updated, messages, chosen } = {}) {
+  const known = new Set([ROOT]); // so that every message comes after an earlier one
+  const isMessage = (each) => {
+    if (!isText(each?.id) || known.has(each.id) || !known.has(each.parent)) return false;
+    known.add(each.id);
+    return Object.entries(FIELDS).every(([name, test]) => test(each[name]));
+  };
+  if (!isText(title) || !Array.isArray(messages) || !messages.every(isMessage))
     throw new TypeError("this file has no chats of cllm's page");
-  return { ...newChat(), title: chat.title, isNamed: true, updated: chat.updated ?? Date.now(), messages: chat.messages, chosen: chat.chosen ?? {} };
+  const ours = messages.map((each) => {
+    const fields = Object.keys(FIELDS).filter((name) => each[name] !== undefined);
+    return { id: each.id, parent: each.parent, ...Object.fromEntries(fields.map((name) => [name, each[name]])) };
+  });
+  const isChoice = ([parent, child]) => known.has(parent) && known.has(child);
+  return {
+    ...newChat(),
+    title,
+    isNamed: true,
+    updated: Number.isFinite(updated) ? updated : Date.now(),
+    messages: ours,
+    chosen: Object.fromEntries(Object.entries(chosen ?? {}).filter(isChoice)),
+  };
 }
 
 /** Return the shown messages as Markdown. */

@@ -15,7 +15,7 @@ from cllm.server.bodies.fields import MEDIA_MARKER
 from cllm.server.http.problems import RETRY_AFTER_S, Problem
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
-from cllm.server.state import state_of
+from cllm.server.state import state_of, visible_slots
 
 router: APIRouter = APIRouter(tags=["operation"])
 DEAD = (EngineStatus.FAILED, EngineStatus.CLOSED)
@@ -134,7 +134,10 @@ async def live(request: Request) -> Response:
         is_first = True
         while not state.is_draining:
             frame = await state.live.get(lambda: frame_of(state))
-            await writer.event(state.live.with_history(frame) if is_first else frame)
+            told = state.live.with_history(frame) if is_first else frame
+            if "slots" in told:
+                told = told | {"slots": visible_slots(request, told["slots"])}
+            await writer.event(told)
             is_first = False
             with anyio.move_on_after(period_s(frame)):
                 await state.stopping.wait()

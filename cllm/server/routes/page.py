@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import hashlib
 import mimetypes
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -38,21 +39,35 @@ def add_page(app: FastAPI) -> None:
 
 
 @functools.cache
-def _compressed(path: Path) -> bytes:
-    """Return a file of the page as gzip."""
-    return gzip.compress(path.read_bytes(), mtime=0)
+def _content(path: Path, is_compressed: bool) -> tuple[bytes, str]:
+    """Return the content of a file of the page, gzip-compressed or not, and its entity tag."""
+    content = path.read_bytes()
+    if is_compressed:
+        content = gzip.compress(content, mtime=0)
+    return content, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
+def takes_gzip(accepted: str) -> bool:
+    """Return True if an `Accept-Encoding` header allows gzip."""
+    for item in accepted.lower().split(","):
+        coding, _, parameters = item.partition(";")
+        if coding.strip() in ("gzip", "x-gzip", "*"):
+            quality = parameters.partition("q=")[2].strip() or "1"
+            return quality.strip("0.") != ""
+    return False
 
 
 def _answer_with(path: Path) -> Callable[[Request], Awaitable[Response]]:
     media_type = mimetypes.guess_type(path.name)[0]
 
     async def answer(request: Request) -> Response:
-        headers = dict(HEADERS)
-        if "gzip" in request.headers.get("accept-encoding", ""):
+        is_compressed = takes_gzip(request.headers.get("accept-encoding", ""))
+        content, tag = await to_thread.run_sync(_content, path, is_compressed)
+        headers = HEADERS | {"ETag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        if is_compressed:
             headers["Content-Encoding"] = "gzip"
-            content = await to_thread.run_sync(_compressed, path)
-        else:
-            content = await to_thread.run_sync(path.read_bytes)
         return Response(content, headers=headers, media_type=media_type)
 
     return answer

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 from cllm.removed import replacement
 from cllm.server.http.problems import Problem, unavailable
-from cllm.server.state import state_of
+from cllm.server.state import state_of, visible_slots
 
 SLOTS_S = 5.0
 
@@ -25,7 +25,7 @@ async def slots(request: Request) -> list[dict[str, Any]]:
         slots = await state_of(request).serving.slots()
     if slots is None:
         raise unavailable(f"the inference thread has not answered within {SLOTS_S:g} s")
-    return [asdict(slot) for slot in slots]
+    return [asdict(slot) for slot in visible_slots(request, slots)]
 
 
 @router.post("/{seq_id}", summary="Erase a cached prefix")
