@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -410,3 +412,42 @@ def test_the_view_of_the_engine_shows_images(page: Page, base_url: str) -> None:
     expect(page.locator("#lanes")).to_have_attribute(
         "aria-label", re.compile(r"; [1-9]\d* rows of media$")
     )
+
+
+# --- Accessibility ----------------------------------------------------------------------------------
+AXE = Path(sys.prefix) / "agents/node_modules/axe-core/axe.min.js"
+VIEWS = ["empty", "chat", "settings", "engine", "about"]
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: node, make test-clients")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_axe_finds_nothing_in_any_view(
+    browser: Any, base_url: str, width: int, scheme: str
+) -> None:
+    context = browser.new_context(
+        bypass_csp=True, color_scheme=scheme, viewport={"width": width, "height": 844}
+    )
+    page = context.new_page()
+    found = {}
+    for view in VIEWS:
+        page.goto(f"{base_url}/#engine" if view == "engine" else base_url)
+        page.reload()
+        if view == "chat":
+            say(page, "Hi")
+            expect(page.locator(".facts")).not_to_be_empty()
+            page.locator(".message summary").first.click()
+        if view == "settings":
+            if width < 720:
+                page.get_by_role("button", name="Chats and settings").click()
+            page.get_by_text("Settings", exact=True).click()
+        if view == "engine":
+            expect(page.locator("#numbers div")).not_to_have_count(0)
+        if view == "about":
+            page.get_by_role("button", name="About").click()
+            expect(page.locator("#licences")).to_contain_text("MIT")
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+        violations = page.evaluate("axe.run().then((result) => result.violations)")
+        found[view] = [(each["id"], each["nodes"][0]["html"]) for each in violations]
+    context.close()
+    assert found == {view: [] for view in VIEWS}
