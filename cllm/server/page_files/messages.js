@@ -52,9 +52,9 @@ export class Messages {
   draw() {
     const began = performance.now();
     const isAtEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
+    const focused = this.focused();
     const shown = rowsOf(this.chat);
     const elements = shown.map((row, index) => this.elementOf(row, shown.length - index <= N_AT_ONCE, index === shown.length - 1));
-    const focused = this.focused();
     patch(this.box, elements);
     this.focusAgain(focused);
     if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
