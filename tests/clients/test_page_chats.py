@@ -651,9 +651,7 @@ def test_of_a_long_chat_only_what_is_near_is_drawn(page: Page, base_url: str) ->
     # The others are there as text, so that the browser finds them.
     expect(page.locator(".message").nth(1)).to_contain_text("A **paragraph**")
     page.locator("#messages").evaluate("box => (box.scrollTop = 0)")
-    expect(page.locator(".message").nth(1).locator("strong")).to_have_text(
-        "paragraph", timeout=30_000
-    )
+    expect(page.locator(".message").nth(1).locator("strong")).to_have_text("paragraph")
 
 
 def test_an_answer_that_grows_leaves_the_other_messages_alone(page: Page, base_url: str) -> None:
