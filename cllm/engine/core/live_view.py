@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import fields
+
+import numpy as np
 
 from cllm.engine.core.commands import ExtentInfo, LiveView, SlotInfo, SlotState, TickInfo
 from cllm.engine.core.decode_cost import TickShape
@@ -15,10 +17,12 @@ N_TICKS_KEPT = 512
 
 
 class TickTrace:
-    """Record of the last `N_TICKS_KEPT` ticks."""
+    """Record of the last `N_TICKS_KEPT` ticks, in memory that does not grow."""
 
     def __init__(self) -> None:
-        self._ticks: deque[TickInfo] = deque(maxlen=N_TICKS_KEPT)
+        self._rows = np.zeros((N_TICKS_KEPT, len(fields(TickInfo))))
+        self._n_noted = 0
+        self._n_taken = 0
 
     def note(
         self,
@@ -32,13 +36,19 @@ class TickTrace:
         """Note a tick that was decoded, and when it and each of its parts began and ended."""
         n_prompt_rows = shape.n_rows - shape.n_decoding - n_drafts
         times = planned - started, decoded - planned, ended - decoded
-        self._ticks.append(TickInfo(shape.n_decoding, n_prompt_rows, n_drafts, *times, started))
+        row = (shape.n_decoding, n_prompt_rows, n_drafts, *times, started)
+        self._rows[self._n_noted % N_TICKS_KEPT] = row
+        self._n_noted += 1
 
     def take(self) -> tuple[TickInfo, ...]:
         """Return the ticks since the last call, oldest first."""
-        ticks = tuple(self._ticks)
-        self._ticks.clear()
-        return ticks
+        first = max(self._n_taken, self._n_noted - N_TICKS_KEPT)
+        numbers = np.arange(first, self._n_noted) % N_TICKS_KEPT
+        self._n_taken = self._n_noted
+        return tuple(
+            TickInfo(int(n_decode), int(n_prompt), int(n_draft), *seconds)
+            for n_decode, n_prompt, n_draft, *seconds in self._rows[numbers].tolist()
+        )
 
 
 def view_of(queue: RunQueue, manager: KVCacheManager, trace: TickTrace, now: float) -> LiveView:
