@@ -1,4 +1,4 @@
-"""What the page does with chats: several at once, branches, search, files, formulas, presets, a server that is gone."""
+"""The chats of the page: several at once, branches, the list, messages, and what the browser or the server denies."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ def answers(page: Page, text: str, end: str | None = "stop") -> list[dict[str, A
     page.unroute_all()
     page.route(URL, fulfil)
     return asked
+
+
+def never_ends(page: Page, text: str) -> None:
+    """Let the next answer get this text with each call of `window.more`, and not end."""
+    page.evaluate(
+        """text => {
+            window.fetch = async () => new Response(new ReadableStream({
+                start: (controller) => (window.more = () => controller.enqueue(new TextEncoder().encode(text))),
+            }));
+        }""",
+        events({"content": text}, end=None).partition("data: [DONE]")[0],
+    )
 
 
 def answer_of(page: Page) -> Any:
@@ -93,14 +105,7 @@ def test_a_message_that_is_being_written_waits_in_its_chat(page: Page, base_url:
 
 def test_a_new_chat_beside_one_that_grows_shows_its_first_view(page: Page, base_url: str) -> None:
     page.goto(base_url)
-    page.evaluate(
-        """text => {
-            window.fetch = async () => new Response(new ReadableStream({
-                start: (controller) => (window.more = () => controller.enqueue(new TextEncoder().encode(text))),
-            }));
-        }""",
-        events({"content": "more "}).partition("data: [DONE]")[0],
-    )
+    never_ends(page, "more ")
     say(page, "Hi")
     page.evaluate("window.more()")
     expect(answer_of(page)).to_contain_text("more")
@@ -435,24 +440,17 @@ def test_an_answer_that_a_reload_has_cut_goes_on(page: Page, served_model: str) 
     page.goto(served_model)
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("0")
-    begun = events({"content": "1 2 3"}).partition("data: [DONE]")[0].replace('"stop"', "null")
-    page.evaluate(
-        """text => {
-            window.fetch = async () => new Response(new ReadableStream({
-                start: (controller) => controller.enqueue(new TextEncoder().encode(text)),
-            }));
-        }""",
-        begun,
-    )
+    never_ends(page, "1 2 3")
     say(page, "count:1..9")
+    page.evaluate("window.more()")
     text = answer_of(page).locator(".variant > p").first
     expect(text).to_have_text("1 2 3")
-    page.wait_for_function(
-        """async () => {
-            const { loadAll } = await import("/page/store.js");
-            return (await loadAll())[0]?.messages[1]?.content === "1 2 3";
-        }"""
-    )
+    is_kept = """async () => {
+        const { loadAll } = await import("/page/store.js");
+        return (await loadAll())[0]?.messages[1]?.content === "1 2 3";
+    }"""
+    while not page.evaluate(is_kept):
+        pass  # it is kept from time to time; `wait_for_function` does not wait for promises
     page.reload()
     expect(text).to_have_text("1 2 3")
     expect(page.locator(".facts")).to_contain_text("interrupted")

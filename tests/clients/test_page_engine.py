@@ -1,4 +1,4 @@
-"""What the page shows of an engine, on frames that the test makes."""
+"""The engine view of the page, which shows frames that the test makes."""
 
 from __future__ import annotations
 

@@ -151,8 +151,9 @@ class RunQueue:
         """Start the most urgent waiting sequences while there is room."""
         if self._media is not None:
             self._media.request(self.waiting)
+        n_seats = self._manager.n_seats if self._tenants.are_several else 0  # 0: no shares
         while self._has_seat:
-            first = scheduler.next_admitted(self.waiting, now, self.running, self._manager.n_seats)
+            first = scheduler.next_admitted(self.waiting, now, self.running, n_seats)
             if first is None or not self._start(first, now):
                 break
         self._manager.place_followers(self.running, now)

@@ -8,7 +8,7 @@ const KEPT_EVERY_MS = 2000; // an answer that is being written, so that a reload
 
 const ELSEWHERE_MS = 2 * KEPT_EVERY_MS; // after this time without a word, another tab no longer writes
 
-const running = new Map(); // answer: { chat, written, controller }
+const running = new Map(); // answer: { chat, controller }
 const elsewhere = new Map(); // id of an answer: when another tab last said that it writes it
 let changed = () => {};
 let keepChat = async () => {};
@@ -23,7 +23,7 @@ export function onAnswers(onChange, keep) {
 export const isWriting = (answer) => running.has(answer);
 
 /** Return the ids of the answers of a chat that are being written here. */
-export const writingOf = (chat) => [...running.keys()].filter((each) => running.get(each).chat === chat).map(({ id }) => id);
+export const writingOf = (chat) => [...running].filter(([, each]) => each.chat === chat).map(([{ id }]) => id);
 
 /** Note the ids of answers that another tab writes. */
 export function noteElsewhere(ids) {
@@ -31,14 +31,14 @@ export function noteElsewhere(ids) {
 }
 
 /** True if an answer of a chat is being written. */
-export const isBusy = (id) => [...running.values()].some(({ chat }) => chat.id === id);
+export const isBusy = (id) => busyChat(id) !== undefined;
 
 /** Return a chat with this id of which an answer is being written; undefined without one. */
 export const busyChat = (id) => [...running.values()].find(({ chat }) => chat.id === id)?.chat;
 
 /** Return the chat that a request of the engine answers; undefined if it is none of this page. */
 export function chatOf(requestId) {
-  for (const { chat, written } of running.values()) if (requestId === written.request) return chat;
+  for (const [written, { chat }] of running) if (requestId === written.request) return chat;
 }
 
 /** True if an answer ended before the model ended it, so that it can be continued. */
@@ -95,7 +95,7 @@ function asMessage({ role, content, files, calls, reasoning, tool_call_id, name,
 
 async function write(chat, written, body) {
   const controller = new AbortController();
-  running.set(written, { chat, written, controller });
+  running.set(written, { chat, controller });
   changed(chat, written);
   const began = performance.now();
   const before = { nTokens: written.nTokens ?? 0, seconds: written.seconds ?? 0 };

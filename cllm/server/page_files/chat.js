@@ -4,6 +4,7 @@ import { answer, busyChat, chatOf, goOn, isBusy, isWriting, noteElsewhere, onAns
 import { hasFiles, pickFiles, setFiles, takeFiles } from "./files.js";
 import { List } from "./list.js";
 import { Messages } from "./messages.js";
+import { element, onEnter } from "./node.js";
 import { announce, download, offer, tell } from "./notes.js";
 import { settingsOf, startSettings } from "./settings.js";
 import * as store from "./store.js";
@@ -11,8 +12,8 @@ import { add, asMarkdown, choose, fromFile, merge, newChat, path, until } from "
 import { welcome } from "./welcome.js";
 
 const FILE = "cllm-chats"; // what a file of chats is called, and says that it is
-const element = (id) => document.getElementById(id);
 
+const narrow = matchMedia("(max-width: 45rem)"); // as in page.css
 const drafts = new Map(); // id of a chat: what is being written there
 const removed = new Set();
 let fresh = newChat(); // the one without messages
@@ -59,15 +60,10 @@ function listen() {
     event.preventDefault();
     send();
   });
-  element("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      send();
-    }
-  });
+  onEnter(element("prompt"), send);
   document.addEventListener("keydown", (event) => {
     if (document.querySelector("dialog[open]") || element("view-chat").hidden) return;
-    if (event.key === "Escape" && isNarrow() && !element("list").hidden) showList(false);
+    if (event.key === "Escape" && narrow.matches && !element("list").hidden) showList(false);
     else if (event.key === "Escape" && messages.editing) edit(null);
     else if (event.key === "Escape") stop(current);
     else if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
@@ -87,8 +83,8 @@ function listen() {
     element("import-file").value = "";
   });
   element("show-list").addEventListener("click", () => showList(element("list").hidden));
-  matchMedia("(max-width: 45rem)").addEventListener("change", ({ matches }) => showList(!matches));
-  showList(!matchMedia("(max-width: 45rem)").matches);
+  narrow.addEventListener("change", () => showList(!narrow.matches));
+  showList(!narrow.matches);
 }
 
 /** Show or hide the list of chats: on a phone it covers the chat. */
@@ -97,11 +93,9 @@ function showList(isShown) {
   element("show-list").setAttribute("aria-expanded", isShown);
 }
 
-const isNarrow = () => matchMedia("(max-width: 45rem)").matches;
-
 // --- Which chat --------------------------------------------------------------------------------
 async function openChat(id) {
-  if (isNarrow()) showList(false);
+  if (narrow.matches) showList(false);
   if (id === current.id) return;
   const number = ++nShown;
   const chat = busyChat(id) ?? (await store.load(id));
@@ -117,7 +111,7 @@ function show(chat) {
   const draft = drafts.get(chat.id) ?? { text: "", files: [] };
   element("prompt").value = draft.text;
   setFiles(draft.files);
-  if (isNarrow()) showList(false);
+  if (narrow.matches) showList(false);
   list.current = chat.id;
   list.unread.delete(chat.id);
   messages.open(chat);

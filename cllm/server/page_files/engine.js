@@ -1,13 +1,12 @@
 // The engine as it runs: numbers, KV cache, ticks, sequences.
 
 import { cellsOf, drawCells, drawLanes, drawTicks } from "./drawings.js";
-import { node } from "./node.js";
+import { element, node } from "./node.js";
 import { download, tell } from "./notes.js";
 import { NoKeyError, ask, errorOf, eventsOf } from "./server.js";
 
 const N_TICKS = 512; // as many as the engine keeps
 const AGAIN_MS = 1000;
-const element = (id) => document.getElementById(id);
 
 let view = null;
 let isPaused = false;

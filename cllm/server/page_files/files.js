@@ -1,7 +1,7 @@
 // Files for a message: chosen, pasted or dropped.  Pictures are made smaller; texts are read.  They are shown above the
 // message until it is sent.  A file is { kind, name, url } or, of the kind "text", { kind, name, text }.
 
-import { node } from "./node.js";
+import { element, node } from "./node.js";
 import { tell } from "./notes.js";
 
 const SIDE = 1536; // pixels of the longer side of a picture
@@ -13,7 +13,6 @@ const MESSAGE_BYTES = 16 * 1024 * 1024; // of all files of a message
 const AUDIO_NAMES = /\.(wav|flac|mp3|ogg|oga|aif|aiff)$/i;
 const N_MAX = 16; // of one message
 const NAMES = { image: "picture", audio: "recording", text: "text" };
-const element = (id) => document.getElementById(id);
 
 let kinds = ["text"]; // that the model takes
 let files = [];

@@ -1,11 +1,10 @@
 // The list of chats: found by words, with marks for those that are being answered, or were in the meantime.
 
 import { isBusy } from "./answers.js";
-import { node } from "./node.js";
+import { element, node } from "./node.js";
 import * as store from "./store.js";
 
 const WAIT_MS = 150; // after a key, before the search
-const element = (id) => document.getElementById(id);
 
 /** Shows heads of chats, and calls `act` of { open, remove } with a head. */
 export class List {

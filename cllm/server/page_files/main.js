@@ -3,10 +3,10 @@
 import { openChatOf, setModel, startChat } from "./chat.js";
 import { startEngine, watchEngine } from "./engine.js";
 import { takeKinds } from "./files.js";
+import { element } from "./node.js";
 import { tell } from "./notes.js";
 import { ask, onGone } from "./server.js";
 
-const element = (id) => document.getElementById(id);
 const tabs = [...document.querySelectorAll("[role=tab]")];
 let stopWatching = null;
 

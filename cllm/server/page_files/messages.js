@@ -3,7 +3,7 @@
 import { isCut, isWriting } from "./answers.js";
 import { preview } from "./files.js";
 import { markdown } from "./markdown.js";
-import { node } from "./node.js";
+import { folded, node, onEnter } from "./node.js";
 import { copy } from "./notes.js";
 import { toolsByName } from "./settings.js";
 import { path } from "./tree.js";
@@ -172,7 +172,7 @@ export class Messages {
       answer.reasoning ? this.thought(answer) : null,
       ...markdown(answer.content),
       isWriting(answer) && !answer.content && !answer.reasoning ? node("p", { class: "waits" }, "…") : null,
-      ...calls.map(drawnCall),
+      ...calls.map((call) => folded(`Calls ${call.function.name}`, call.function.arguments)),
       isLast && isChosen && calls.length && !isRunning && !UNENDED.includes(answer.end) ? this.results(answer) : null,
       answer.error ? node("p", { class: "error", role: "alert" }, answer.error) : null,
       node(
@@ -190,7 +190,7 @@ export class Messages {
     const { id, thought, reasoning } = answer;
     const title = thought === undefined ? "Reasoning" : `Reasoning, ${thought.toFixed(1)} s`;
     const note = (event) => (event.target.open ? this.unfolded.add(id) : this.unfolded.delete(id));
-    return node("details", { open: this.unfolded.has(id), ontoggle: note }, node("summary", {}, title), node("pre", {}, reasoning));
+    return folded(title, reasoning, { open: this.unfolded.has(id), ontoggle: note });
   }
 
   /** Fields for the results of the tools that an answer calls, for the model to go on with. */
@@ -209,12 +209,7 @@ export class Messages {
     const field = node("textarea", { rows: 4, "aria-label": "Edited message" });
     field.value = message.content;
     const send = () => this.act.send(message, field.value);
-    field.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-        event.preventDefault();
-        send();
-      }
-    });
+    onEnter(field, send);
     setTimeout(() => field.focus());
     return node(
       "div",
@@ -255,16 +250,7 @@ function shownFiles({ files }) {
 
 /** Return the description and the parameters of a tool as a node. */
 function drawnTool({ name, description, parameters }) {
-  return node("details", {}, node("summary", {}, description || name), node("pre", {}, JSON.stringify(parameters ?? {}, null, 2)));
-}
-
-function drawnCall(call) {
-  return node(
-    "details",
-    {},
-    node("summary", {}, `Calls ${call.function.name}`),
-    node("pre", {}, call.function.arguments),
-  );
+  return folded(description || name, JSON.stringify(parameters ?? {}, null, 2));
 }
 
 function factsOf(answer) {

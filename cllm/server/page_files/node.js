@@ -1,5 +1,8 @@
 // Nodes of the page.  Every piece of text becomes a text node: what looks like HTML is shown, not obeyed.
 
+/** Return the node with an id. */
+export const element = (id) => document.getElementById(id);
+
 /** Return a node with what is in it: texts, nodes. */
 export function node(tag, attributes = {}, ...inside) {
   const made = document.createElement(tag);
@@ -9,4 +12,16 @@ export function node(tag, attributes = {}, ...inside) {
   }
   made.append(...inside.filter((each) => each !== null && each !== undefined && each !== false));
   return made;
+}
+
+/** Return a text that is folded under a title. */
+export const folded = (title, text, attributes = {}) => node("details", attributes, node("summary", {}, title), node("pre", {}, text));
+
+/** Call `send()` when Enter is pressed in a field; Shift-Enter begins a line. */
+export function onEnter(field, send) {
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  });
 }

@@ -1,9 +1,8 @@
 // What the page says besides answers: a line that stays, one with an action, and texts for screen readers.
 
-import { node } from "./node.js";
+import { element, node } from "./node.js";
 
 const SHOWN_MS = 10_000;
-const element = (id) => document.getElementById(id);
 
 let leaving = null;
 const told = new Map(); // last line of each source

@@ -1,5 +1,7 @@
 // The server that the page came from: requests with the key, and server-sent events.
 
+import { element } from "./node.js";
+
 const KEY = "cllm.key";
 const GONE = "The server does not answer. It may have stopped, or this machine has lost the network.";
 
@@ -45,12 +47,12 @@ let asking = null; // several requests are rejected at once, and ask once
 
 function askForKey(problem) {
   asking ??= new Promise((resolve, reject) => {
-    const dialog = document.getElementById("key-dialog");
-    document.getElementById("key-problem").textContent = problem && `The key was not accepted: ${problem}.`;
+    const dialog = element("key-dialog");
+    element("key-problem").textContent = problem && `The key was not accepted: ${problem}.`;
     dialog.onclose = () => {
       asking = null;
       if (dialog.returnValue !== "use") return reject(new NoKeyError());
-      const key = document.getElementById("key").value.trim();
+      const key = element("key").value.trim();
       if (!/^[\x21-\x7e]+$/.test(key)) return resolve(askForKey("it may have letters, digits and signs of ASCII"));
       sessionStorage.setItem(KEY, key);
       resolve();

@@ -1,5 +1,6 @@
 // Settings of the requests, and presets: settings of sampling under a name.
 
+import { element } from "./node.js";
 import { offer } from "./notes.js";
 
 const SETTINGS = "cllm.settings";
@@ -7,7 +8,6 @@ const PRESETS = "cllm.presets";
 const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const FIELDS = [...SAMPLING, "system", "n", "reasoning_effort", "schema", "tools"];
 const BUILT_IN = { "The model's": {}, Precise: { temperature: "0" }, Varied: { temperature: "1.1", min_p: "0.05" } };
-const element = (id) => document.getElementById(id);
 
 /** Return what localStorage has under a name, or `otherwise`. */
 function read(name, otherwise) {

@@ -7,8 +7,8 @@ const MODES = { read: "readonly", write: "readwrite" };
 const tabs = new BroadcastChannel("cllm.chats");
 
 let database = null; // a promise
-let memory = null; // chats, if the browser keeps nothing
-const unkept = new Map(); // chats for which the browser had no room
+let hasDatabase = true;
+const held = new Map(); // chats that are not in the database: there is none, or it had no room
 
 /** Open the database. */
 async function opened() {
@@ -57,7 +57,7 @@ export async function start() {
     await opened();
   } catch (error) {
     console.warn("chats are not kept:", error);
-    memory = new Map();
+    hasDatabase = false;
     return;
   }
   try {
@@ -69,25 +69,29 @@ export async function start() {
   }
 }
 
+/** Return what `ask` requests of the database, without that of held chats. */
+async function stored(ask) {
+  const all = hasDatabase ? await transact("read", ask) : [];
+  return all.filter(({ id }) => !held.has(id));
+}
+
 /** Return the heads of all chats, the latest first. */
 export async function heads() {
-  const kept = memory ? [...memory.values()].map(headOf) : await transact("read", (heads) => heads.getAll());
-  const all = [...kept.filter(({ id }) => !unkept.has(id)), ...[...unkept.values()].map(headOf)];
+  const all = [...(await stored((heads) => heads.getAll())), ...[...held.values()].map(headOf)];
   return all.sort((one, other) => other.updated - one.updated);
 }
 
 /** True if chats end with the page. */
-export const isForgetful = () => memory !== null;
+export const isForgetful = () => !hasDatabase;
 
 /** Return a chat; undefined if another tab has removed it. */
 export async function load(id) {
-  return unkept.get(id) ?? (memory ? memory.get(id) : transact("read", (_, bodies) => bodies.get(id)));
+  return held.get(id) ?? (hasDatabase ? transact("read", (_, bodies) => bodies.get(id)) : undefined);
 }
 
 /** Return all chats. */
 export async function loadAll() {
-  const kept = memory ? [...memory.values()] : await transact("read", (_, bodies) => bodies.getAll());
-  return [...kept.filter(({ id }) => !unkept.has(id)), ...unkept.values()];
+  return [...(await stored((_, bodies) => bodies.getAll())), ...held.values()];
 }
 
 /** Keep a chat with what another tab has added to it, and tell other tabs which of its answers are being written.
@@ -96,24 +100,20 @@ export const keep = (chat, writing = []) => keepAll([chat], writing);
 
 /** Keep several chats. */
 export async function keepAll(chats, writing = []) {
-  if (memory) chats.forEach((chat) => memory.set(chat.id, chat));
-  else {
-    try {
-      await transact("write", (heads, bodies) => chats.forEach((chat) => put(heads, bodies, chat)));
-    } catch (error) {
-      chats.forEach((chat) => unkept.set(chat.id, chat));
-      throw error;
-    }
-    chats.forEach((chat) => unkept.delete(chat.id));
+  let isKept = false;
+  try {
+    if (hasDatabase) await transact("write", (heads, bodies) => chats.forEach((chat) => put(heads, bodies, chat)));
+    isKept = hasDatabase;
+  } finally {
+    for (const chat of chats) isKept ? held.delete(chat.id) : held.set(chat.id, chat);
   }
   chats.forEach(({ id }) => tabs.postMessage({ id, writing }));
 }
 
 /** Remove a chat. */
 export async function remove(id) {
-  unkept.delete(id);
-  if (memory) memory.delete(id);
-  else {
+  held.delete(id);
+  if (hasDatabase) {
     await transact("write", (heads, bodies) => {
       heads.delete(id);
       bodies.delete(id);
@@ -127,8 +127,8 @@ export async function search(text) {
   const sought = text.toLowerCase();
   const contains = (chat) =>
     chat.title.toLowerCase().includes(sought) || chat.messages.some((message) => message.content.toLowerCase().includes(sought));
-  const found = [...unkept.values(), ...(memory?.values() ?? [])].filter(contains).map((chat) => chat.id);
-  if (memory) return found;
+  const found = [...held.values()].filter(contains).map((chat) => chat.id);
+  if (!hasDatabase) return found;
   await transact("read", (_, bodies) => {
     bodies.openCursor().onsuccess = ({ target: { result: cursor } }) => {
       if (!cursor) return;

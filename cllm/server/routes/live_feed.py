@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
-from cllm import CllmError, Engine, EngineStatus, LiveView, __version__
+from cllm import CllmError, Engine, EngineStatus, LiveView, TickInfo, __version__
 from cllm.server.operation.latest_frame import PERIOD_S
 from cllm.server.state import ServerState
 
 IDLE_PERIOD_S = 0.5  # for an idle engine: each query wakes the inference thread
 QUANTILES = (0.5, 0.99)
+_fields_of = attrgetter(*(field.name for field in fields(TickInfo)))
 
 
 def period_s(frame: dict[str, Any]) -> float:
@@ -45,18 +48,7 @@ def _view_as(view: LiveView) -> dict[str, Any]:
     return {
         "slots": view.slots,
         "extents": [(e.start, e.end, e.parent, e.seq_ids) for e in view.extents],
-        "ticks": [
-            (
-                t.n_decode_rows,
-                t.n_prompt_rows,
-                t.n_draft_rows,
-                t.plan_s,
-                t.decode_s,
-                t.sample_s,
-                t.started_s,
-            )
-            for t in view.ticks
-        ],
+        "ticks": [_fields_of(tick) for tick in view.ticks],
         "n_waiting": view.n_waiting,
         "oldest_waiting_s": view.oldest_waiting_s,
     }
