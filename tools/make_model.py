@@ -68,6 +68,22 @@ _QWEN3_MOE = _QWEN3.replace(_FFN, "ffn_norm.weight:n_embd ffn_gate_inp.weight:n_
     "ffn_gate_exps.weight:n_embd,n_ff,n_expert ffn_up_exps.weight:n_embd,n_ff,n_expert "
     "ffn_down_exps.weight:n_ff,n_embd,n_expert "
 )
+_GLM4 = "attn_norm.weight:n_embd post_attention_norm.weight:n_embd " + _ATTENTION
+_GLM4_DENSE = _GLM4 + "ffn_gate.weight:n_embd,n_ff " + _UP_DOWN
+# A layer that predicts one token more: the embedding and the hidden state become the input of a block.
+_NEXTN = (
+    "nextn.eh_proj.weight:n_embd2,n_embd nextn.enorm.weight:n_embd nextn.hnorm.weight:n_embd "
+    "nextn.shared_head_norm.weight:n_embd "
+)
+_GLM4_NEXTN = (
+    _GLM4
+    + _NEXTN
+    + (
+        "ffn_gate_inp.weight:n_embd,n_one exp_probs_b.bias:n_one ffn_gate_exps.weight:n_embd,n_ff,n_one "
+        "ffn_up_exps.weight:n_embd,n_ff,n_one ffn_down_exps.weight:n_ff,n_embd,n_one "
+        "ffn_gate_shexp.weight:n_embd,n_ff ffn_up_shexp.weight:n_embd,n_ff ffn_down_shexp.weight:n_ff,n_embd "
+    )
+)
 _QWEN2VL = _LLAMA + "attn_q.bias:n_embd_q attn_k.bias:n_embd_kv attn_v.bias:n_embd_kv "
 _GEMMA3 = _QWEN3 + "post_attention_norm.weight:n_embd post_ffw_norm.weight:n_embd "
 _MAMBA = (
@@ -112,6 +128,7 @@ _FIXED_SIZES = {
     "n_bucket": 32,
     "n_label": 3,
     "n_expert": 4,
+    "n_one": 1,
     "n_score": 1,
     # Sizes of Qwen3.5's delta nets: 16 heads of 128 for keys, and 16 of 128 for values.
     "n_value_head": 16,
@@ -145,6 +162,7 @@ class Shape:
         return asdict(self) | _FIXED_SIZES | {
             "n_embd_q": self.n_head * self.n_rot,
             "n_embd_q2": 2 * self.n_head * self.n_rot,
+            "n_embd2": 2 * self.n_embd,
             "n_embd_kv": self.n_head_kv * self.n_rot,
             "d_inner": 2 * self.n_embd,  # llama.cpp refuses any other expansion
             "d_in": 4 * self.n_embd,
@@ -206,6 +224,12 @@ _QWEN35_KEYS: Metadata = {
     "full_attention_interval": 4, "ssm.conv_kernel": 4, "ssm.inner_size": 2048,
     "ssm.state_size": 128, "ssm.time_step_rank": 16, "ssm.group_count": 16,
 }  # fmt: skip
+# One expert, which every token gets: its gate does not matter.
+_GLM4_KEYS: Metadata = {
+    "rope.dimension_count": 64, "expert_count": 1, "expert_used_count": 1, "expert_shared_count": 1,
+    "expert_feed_forward_length": 192, "leading_dense_block_count": 2,
+    "expert_weights_scale": 1.0, "expert_gating_func": 2, "nextn_predict_layers": 1,
+}  # fmt: skip
 # The first layer has the window, the second sees everything; llama.cpp keeps a cache for each.
 _SWA_KEYS = {"attention.sliding_window": N_WINDOW_TINY, "attention.sliding_window_pattern": 2}
 # Around the tiles of an image, as SmolVLM has them.
@@ -251,6 +275,15 @@ MODELS: dict[str, Model] = {
         "a delta net, then a layer of attention with positions in four parts (M-RoPE)",
         "qwen35", Shape(64, 192, 1, 1, 64, 263, 2048), _UNTIED, (_DELTA_NET, _GATED_ATTENTION),
         {**_QWEN35_KEYS, "full_attention_interval": 2}, more_tokens=_TILE_TOKENS),
+    "tiny-mtp": Model(
+        "glm4moe: two layers, and one that predicts a token more (MTP)", "glm4moe", _TINY, _UNTIED,
+        (_GLM4_DENSE, _GLM4_DENSE, _GLM4_NEXTN), _GLM4_KEYS),
+    "tiny-qwen35-mtp": Model(
+        "tiny-qwen35 with a layer that predicts a token more (MTP)",
+        "qwen35", Shape(64, 192, 1, 1, 64, 263, 2048), _UNTIED,
+        (_DELTA_NET, _GATED_ATTENTION, _GATED_ATTENTION + _NEXTN),
+        {**_QWEN35_KEYS, "full_attention_interval": 2, "nextn_predict_layers": 1},
+        more_tokens=_TILE_TOKENS),
     "tiny-encoder": Model(
         "bert: has no memory, although llama_model_has_decoder() is true",
         "bert", _TINY_ONE_HEAD, _BERT_ENDS, (_BERT,) * 2, {"attention.layer_norm_epsilon": 1e-5}),

@@ -14,6 +14,7 @@ from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.lora import LoraAdapter
 from cllm.bindings.memory_needs import MemoryNeeds, memory_needs
 from cllm.bindings.model import Model
+from cllm.bindings.mtp_context import MtpContext, MtpRows
 from cllm.bindings.projector import MediaChunk, Projector
 from cllm.bindings.quantization import quantize
 from cllm.bindings.sampler import CandidateMemory, Candidates, SamplerChain
@@ -32,6 +33,8 @@ __all__ = (
     "MediaChunk",
     "MemoryNeeds",
     "Model",
+    "MtpContext",
+    "MtpRows",
     "NativeHandle",
     "Placement",
     "Projector",

@@ -173,6 +173,20 @@ class SplitMode(IntEnum):
     TENSOR = 3
 
 
+class ContextType(IntEnum):
+    """`enum llama_context_type`."""
+
+    DEFAULT = 0
+    MTP = 1
+
+
+class ProcessType(IntEnum):
+    """`enum llama_process_type`."""
+
+    ENCODE = 0
+    DECODE = 1
+
+
 class NumaStrategy(IntEnum):
     """`enum ggml_numa_strategy`."""
 
@@ -194,6 +208,8 @@ C_PREFIX: dict[type[IntEnum] | type[IntFlag], tuple[str, str]] = {
     FileType: ("llama_ftype", "LLAMA_FTYPE_MOSTLY_"),
     DeviceType: ("ggml_backend_dev_type", "GGML_BACKEND_DEVICE_TYPE_"),
     SplitMode: ("llama_split_mode", "LLAMA_SPLIT_MODE_"),
+    ContextType: ("llama_context_type", "LLAMA_CONTEXT_TYPE_"),
+    ProcessType: ("llama_process_type", "LLAMA_PROCESS_TYPE_"),
     NumaStrategy: ("ggml_numa_strategy", "GGML_NUMA_STRATEGY_"),
 }
 
@@ -241,6 +257,11 @@ struct llama_batch {
     llama_seq_id ** seq_id;
     int8_t * logits;
 };
+struct llama_embd {
+    const float * data;
+    size_t n_rows;
+    size_t n_embd;
+};
 struct llama_model_tensor_buft_override {
     const char * pattern;
     ggml_backend_buffer_type_t buft;
@@ -258,6 +279,7 @@ struct llama_model_params {
     bool check_tensors;
     bool use_extra_bufts;
     bool no_alloc;
+    bool load_mtp;
 };
 struct llama_context_params {
     uint32_t n_ctx;
@@ -268,6 +290,7 @@ struct llama_context_params {
     uint32_t n_outputs_max;
     int32_t n_threads;
     int32_t n_threads_batch;
+    enum llama_context_type ctx_type;
     enum llama_rope_scaling_type rope_scaling_type;
     enum llama_pooling_type pooling_type;
     enum llama_flash_attn_type flash_attn_type;
@@ -338,6 +361,7 @@ const char * llama_model_cls_label(const struct llama_model * model, uint32_t i)
 int32_t llama_model_n_layer(const struct llama_model * model);
 int32_t llama_model_n_head(const struct llama_model * model);
 int32_t llama_model_n_head_kv(const struct llama_model * model);
+int32_t llama_model_n_layer_nextn(const struct llama_model * model);
 int32_t llama_model_n_swa(const struct llama_model * model);
 enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
 enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);
@@ -376,6 +400,14 @@ size_t llama_state_seq_get_data_ext(struct llama_context * ctx, uint8_t * dst, s
 size_t llama_state_seq_set_data_ext(struct llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id dest_seq_id, llama_state_seq_flags flags);
 int32_t llama_encode(struct llama_context * ctx, struct llama_batch batch);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
+struct llama_batch_ext * llama_batch_ext_init(struct llama_context * ctx);
+void llama_batch_ext_free(struct llama_batch_ext * batch);
+void llama_batch_ext_clear(struct llama_batch_ext * batch);
+int32_t llama_batch_ext_add_token(struct llama_batch_ext * batch, llama_seq_id seq_id, llama_token id);
+bool llama_batch_ext_set_embd_state(struct llama_batch_ext * batch, int32_t idx, struct llama_embd embd);
+bool llama_batch_ext_set_output_logits(struct llama_batch_ext * batch, int32_t idx, bool value);
+bool llama_batch_ext_set_pos(struct llama_batch_ext * batch, int32_t idx, const llama_pos * pos);
+int32_t llama_process(struct llama_context * ctx, enum llama_process_type type, struct llama_batch_ext * batch);
 void llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
 void llama_set_causal_attn(struct llama_context * ctx, bool causal_attn);
 void llama_synchronize(struct llama_context * ctx);
@@ -458,7 +490,7 @@ RELEASES_GIL = frozenset({
     "llama_model_free", "llama_init_from_model", "llama_free", "llama_adapter_lora_init",
     "llama_memory_clear", "llama_state_seq_get_size", "llama_state_seq_get_data", "llama_state_seq_set_data",
     "llama_state_seq_get_size_ext", "llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext",
-    "llama_model_quantize", "llama_encode", "llama_decode", "llama_synchronize", "llama_tokenize",
+    "llama_model_quantize", "llama_encode", "llama_decode", "llama_process", "llama_synchronize", "llama_tokenize",
     "llama_detokenize", "llama_sampler_sample",
     "llama_sampler_init_dry",
 })  # fmt: skip
@@ -467,7 +499,9 @@ RELEASES_GIL = frozenset({
 # A library may lack these: a call of such a function then raises `LibraryError`.
 OPTIONAL = frozenset({
     "llama_max_parallel_sequences", "llama_model_quantize", "llama_model_quantize_default_params",
-    "ggml_backend_dev_init", "ggml_backend_register",
+    "ggml_backend_dev_init", "ggml_backend_register", "llama_batch_ext_init",
+    "llama_batch_ext_free", "llama_batch_ext_clear", "llama_batch_ext_add_token", "llama_batch_ext_set_embd_state",
+    "llama_batch_ext_set_output_logits", "llama_batch_ext_set_pos", "llama_process",
 })  # fmt: skip
 
 DECLARATIONS = Declarations(

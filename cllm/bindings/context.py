@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cllm.bindings import _llama_h as h
 from cllm.bindings._abort import AbortFlag
 from cllm.bindings._library import forward_log, library
+from cllm.bindings._llama_ext_h import hidden_states
 from cllm.bindings._threadpool import ThreadPool
 from cllm.bindings.batch import Batch
 from cllm.bindings.embedding_batch import EmbeddingBatch
@@ -101,6 +102,8 @@ class Context(Memory, LoraContext):
         for libraries without OpenMP.
     offload_kqv, swa_full, no_perf : bool
         As in llama.h.
+    keeps_hidden : bool
+        Keep the hidden state of every row of the last decode; see `hidden_states`.
     rope_scaling : str, optional
         none, linear, yarn or longrope; None takes the model's.
     rope_freq_base, rope_freq_scale : float
@@ -159,8 +162,10 @@ class Context(Memory, LoraContext):
         yarn_beta_fast: float | None = None,
         yarn_beta_slow: float | None = None,
         yarn_orig_ctx: int = 0,
+        keeps_hidden: bool = False,
     ) -> None:
         lib = library()
+        states = hidden_states() if keeps_hidden else None
         if model.vocab_only:
             raise ContextError("the model was loaded with vocab_only: it has no weights")
         if not model.has_decoder or model.has_encoder or model.is_diffusion:
@@ -226,6 +231,9 @@ class Context(Memory, LoraContext):
             )
             self.n_batch: int = int(lib.llama_n_batch(pointer))
             self.n_ubatch: int = int(lib.llama_n_ubatch(pointer))
+            if states is not None:
+                states.keep(pointer)
+        self._states, self._n_embd_out = states, model.n_embd_out
         self.n_outputs_max = n_outputs_max
         self.n_decodes: int = 0
         # Position of the image that a sequence ends with, as far as it was decoded.
@@ -366,6 +374,29 @@ class Context(Memory, LoraContext):
         index = int(np.count_nonzero(self._is_output[: self.check_output_row(row)]))
         rows = self._logit_rows(self.n_decodes, self._n_output_rows)
         return np.atleast_1d(rows[index])
+
+    def hidden_states(self) -> NDArray[np.float32]:
+        """Return the hidden states of all rows of the last decode, in the order of the batch.
+
+        Returns
+        -------
+        ndarray
+            View, float32, shape `(n_rows, n_embd_out)`, valid until the next decode.
+
+        Raises
+        ------
+        StaleLogitsError
+            There is no successful decode.
+        LlamaCallError
+            The context was made without `keeps_hidden`, or the model has no such states.
+        """
+        pointer = self._pointer
+        if not self._decoded:
+            raise StaleLogitsError("there is no successful decode to take hidden states from")
+        rows = None if self._states is None else self._states.rows(pointer)
+        if not rows:
+            raise LlamaCallError("llama_get_embeddings_nextn", 0, "there are no hidden states")
+        return np.ctypeslib.as_array(rows, shape=(len(self._is_output), self._n_embd_out))
 
     def set_abort(self, abort: bool) -> None:
         """Make the running and every later `decode` raise `DecodeFailedError` (code 2); False ends this.

@@ -14,6 +14,7 @@ from cllm.bindings.context import Context
 from cllm.bindings.devices import Placement
 from cllm.bindings.embedding_context import EmbeddingContext
 from cllm.bindings.model import Model
+from cllm.bindings.mtp_context import MtpContext
 
 MIB = 1 << 20
 _MEMORY = re.compile(r"^llama_\w+: size =\s*([\d.]+) MiB \(")
@@ -45,10 +46,11 @@ class MemoryNeeds(NamedTuple):
 
 def memory_needs(
     path: str | Path,
-    make_context: Callable[[Model], Context | EmbeddingContext],
+    make_context: Callable[[Model], Context | EmbeddingContext | MtpContext],
     *,
     n_gpu_layers: int = -1,
     placement: Placement | None = None,
+    load_mtp: bool = False,
 ) -> MemoryNeeds | None:
     """Return the memory, in bytes, that a context would take; None if this llama.cpp does not log it.
 
@@ -60,6 +62,7 @@ def memory_needs(
         Returns the context to measure, for a model that was opened with `no_alloc=True`.
     n_gpu_layers : int
     placement : Placement, optional
+    load_mtp : bool
         As for `Model`.
 
     Raises
@@ -73,7 +76,12 @@ def memory_needs(
     """
     with (
         Model(
-            path, n_gpu_layers=n_gpu_layers, placement=placement, use_mmap=False, no_alloc=True
+            path,
+            n_gpu_layers=n_gpu_layers,
+            placement=placement,
+            use_mmap=False,
+            no_alloc=True,
+            load_mtp=load_mtp,
         ) as model,
         captured_log() as lines,
     ):

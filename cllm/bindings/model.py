@@ -45,6 +45,8 @@ class Model(NativeHandle):
     use_extra_bufts : bool
         Let the CPU backend repack weights, which speeds up batches.  The logits of a row then
         depend on the number of rows in its batch.
+    load_mtp : bool
+        Load the layers for multi-token prediction too; see `MtpContext`.
     vocab_only : bool
         Load the vocabulary alone; such a model can have no context.
     no_alloc : bool
@@ -77,6 +79,7 @@ class Model(NativeHandle):
         load_mode: str | None = None,
         check_tensors: bool = False,
         use_extra_bufts: bool = True,
+        load_mtp: bool = False,
         vocab_only: bool = False,
         no_alloc: bool = False,
         on_progress: Callable[[float], bool | None] | None = None,
@@ -99,13 +102,15 @@ class Model(NativeHandle):
         params.load_mode = LOAD_MODES[load_mode]
         params.check_tensors = bool(check_tensors)
         params.use_extra_bufts = bool(use_extra_bufts)
+        params.load_mtp = bool(load_mtp)
         params.vocab_only = bool(vocab_only)
         params.no_alloc = bool(no_alloc)
         params.progress_callback = progress.callback
         forward_log()
         pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
         del kept
-        reason = forward_log()
+        # Among them are all tensors of an MTP layer that is not wanted.
+        reason = forward_log(no_warning="model has unused tensor")
         if not pointer:
             progress.reraise()
             if "unknown model architecture" in reason:
@@ -118,6 +123,7 @@ class Model(NativeHandle):
         super().__init__(pointer, lib.llama_model_free)
         self.path = path
         self.vocab_only: bool = bool(vocab_only)
+        self.has_mtp: bool = bool(load_mtp)
         with self._closed_on_error():
             self.vocab: Vocabulary = Vocabulary(self, path)
             self._describe()
@@ -137,6 +143,8 @@ class Model(NativeHandle):
         self.n_embd_out: int = int(lib.llama_model_n_embd_out(pointer))
         self.n_cls_out: int = int(lib.llama_model_n_cls_out(pointer))
         self.n_layer: int = int(lib.llama_model_n_layer(pointer))
+        # Layers that predict further tokens; `n_layer` is without them.
+        self.n_layer_nextn: int = int(lib.llama_model_n_layer_nextn(pointer))
         # `vocab_only` loads no shape of the layers: `llama_model_n_head` would abort.
         self.n_head: int = 0 if self.vocab_only else int(lib.llama_model_n_head(pointer))
         self.n_head_kv: int = 0 if self.vocab_only else int(lib.llama_model_n_head_kv(pointer))
