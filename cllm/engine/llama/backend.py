@@ -52,6 +52,7 @@ from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
+from cllm.engine.llama.step_drafter import StepDrafter
 from cllm.engine.llama.tuner import Tuner
 from cllm.engine.llama.tuning import Settings
 from cllm.engine.llama.tuning_cache import save_shares
@@ -186,7 +187,7 @@ class LlamaBackend:
         contexts = [
             each
             for each in (decoder, encoder, drafter)
-            if isinstance(each, LlamaDecoder | LlamaTextEncoder | DraftModel)
+            if isinstance(each, LlamaDecoder | LlamaTextEncoder | StepDrafter)
         ]
         loaded = Loaded(
             model=model_info,
@@ -211,7 +212,7 @@ class LlamaBackend:
         return loaded
 
     def _set_n_threads(
-        self, contexts: Sequence[LlamaDecoder | LlamaTextEncoder | DraftModel], n_threads: int
+        self, contexts: Sequence[LlamaDecoder | LlamaTextEncoder | StepDrafter], n_threads: int
     ) -> None:
         """Set the largest number of compute threads."""
         n_single, n_batch = (min(n_threads, n) for n in self._config.compute_threads)
@@ -349,7 +350,7 @@ class LlamaBackend:
         )
 
     def _drafter(self, model: Model, kv_cache: KVCache, owned: ExitStack) -> Drafter | None:
-        """Return the source of drafts, if any; no draft model if memory cannot remove wrong drafts."""
+        """Return the source of drafts, if any; no model drafts if memory cannot remove wrong drafts."""
         config, path = self._config, self._config.draft_model
         if config.speculation in (AUTO, NGRAM):
             return NgramDrafter()
@@ -499,11 +500,12 @@ def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
         # All poolings take the same memory; "rank" needs a classifier that many files lack.
         return make_embedding_context(model, config, "mean", 1)
 
-    planned: list[PlannedContext] = [(config.model_path, make_context)]
+    planned = [PlannedContext(config.model_path, make_context, generates=True)]
     if config.draft_model is not None:
-        planned.append((Path(config.draft_model), draft))
+        planned.append(PlannedContext(Path(config.draft_model), draft))
     if config.embedding_model is not None or config.pooling is not None:
-        planned.append((Path(config.embedding_model or config.model_path), texts))
+        path = Path(config.embedding_model or config.model_path)
+        planned.append(PlannedContext(path, texts))
     return planned
 
 

@@ -1,35 +1,23 @@
-"""DraftModel: drafts of a smaller model with the same vocabulary, in a context of its own.
-
-A draft is a guess that the model checks.  An error while drafting costs speed and changes no answer.
-"""
+"""DraftModel: drafts of a smaller model with the same vocabulary, in a context of its own."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from cllm.bindings import Batch, Context, Model
 from cllm.engine.config import EngineConfig
+from cllm.engine.core.scheduler import seq_id_of
 from cllm.engine.core.sequence import Sequence
-from cllm.engine.core.speculation import Drafts, verdicts
-from cllm.errors import CllmError, ModelLoadError
+from cllm.engine.core.speculation import Drafts
+from cllm.engine.llama.step_drafter import StepDrafter
+from cllm.errors import ModelLoadError
 
-logger: logging.Logger = logging.getLogger("cllm.engine")
-
-N_DRAFTS_MAX = 8
-# Probability that a draft is right: before the first result, and the weight of each new result.
-AT_FIRST, WEIGHT = 0.6, 0.1
-# Each `expect` moves the estimate of a sequence back to `AT_FIRST` a little, so that it gets drafts again.
-RECOVERY = 0.003
-STEP_WEIGHT, STEP_RECOVERY = 0.1, 0.001
 # Tokens that it reads in a tick to catch up with all requests, and tokens left for the first step of each.
 N_CATCH_UP, N_LAST = 128, 4
-STEP_AT_FIRST_S = 1e-6  # assumed before it is measured: so small that drafts are tried
 
 
 def make_draft_context(model: Model, config: EngineConfig, n_cells: int, n_seq_ids: int) -> Context:
@@ -50,7 +38,7 @@ def make_draft_context(model: Model, config: EngineConfig, n_cells: int, n_seq_i
     )
 
 
-class DraftModel:
+class DraftModel(StepDrafter):
     """A `Drafter`: the most likely tokens of a smaller model.
 
     Parameters
@@ -80,51 +68,10 @@ class DraftModel:
         check_vocabulary(model.path, model.vocab, vocabulary)
         if model.has_state:
             raise ModelLoadError(model.path, "a recurrent model cannot draft")
-        self._context = make_context()
+        self._context: Context = make_context()
+        super().__init__("the draft model", self._context, clock)
         self._batch = Batch(self._context.n_batch)
-        self._clock = clock
         self._held: dict[int, list[int]] = {}  # by seq_id, the tokens in its cache
-        self._shares: WeakKeyDictionary[Sequence, float] = WeakKeyDictionary()
-        self._share = AT_FIRST
-        self._is_broken = False
-        self._n_measured = 0
-        self.step_s: float = STEP_AT_FIRST_S
-
-    def set_n_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Set the number of threads for the next batches."""
-        self._context.set_n_threads(n_threads, n_threads_batch)
-
-    def close(self) -> None:
-        """Free the context."""
-        self._context.close()
-
-    def expect(self, sequence: Sequence, n_max: int) -> list[float]:
-        """See `Drafter`."""
-        if self._is_broken or sequence.spans:  # it sees no media
-            return []
-        self.step_s *= 1.0 - STEP_RECOVERY  # a step that seemed too slow is measured again later
-        share = self._shares.get(sequence, self._share)
-        self._shares[sequence] = share + RECOVERY * (AT_FIRST - share)
-        return [share ** (n + 1) for n in range(min(n_max, N_DRAFTS_MAX))]
-
-    def observe(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
-        """See `Drafter`."""
-        share = self._shares.get(sequence, self._share)
-        for is_right in verdicts(n_drafted, n_accepted):
-            share += WEIGHT * (is_right - share)
-        self._shares[sequence] = share
-        self._share += WEIGHT * (share - self._share)
-
-    def draft(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Drafts]:
-        """See `Drafter`."""
-        if not wanted:
-            return []
-        try:
-            return self._draft(self._fitting(wanted))
-        except CllmError as error:
-            logger.warning("the draft model failed and is not used any more: %s", error)
-            self._is_broken = True
-            return [()] * len(wanted)
 
     def _fitting(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Return the wanted drafts, 0 for a sequence without room; drop the others if cells are short."""
@@ -134,7 +81,7 @@ class DraftModel:
             fits = n_cells <= n_left
             n_left -= n_cells if fits else 0
             fitting.append((sequence, n if fits else 0))
-        served = {_seq_id(sequence) for sequence, n in fitting if n}
+        served = {seq_id_of(sequence) for sequence, n in fitting if n}
         n_others = sum(len(held) for seq_id, held in self._held.items() if seq_id not in served)
         if n_others > n_left:
             for seq_id in self._held.keys() - served:
@@ -143,6 +90,7 @@ class DraftModel:
         return fitting
 
     def _draft(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[Drafts]:
+        wanted = self._fitting(wanted)
         n_left = N_CATCH_UP
         guesses: list[list[int]] = [[] for _ in wanted]
         pending: list[list[int]] = []
@@ -156,7 +104,7 @@ class DraftModel:
         ]:
             self._batch.clear()
             for i in active:
-                seq_id = _seq_id(wanted[i][0])
+                seq_id = seq_id_of(wanted[i][0])
                 held = self._held[seq_id]
                 self._batch.add(seq_id, pending[i], len(held), n_outputs=1)
                 held += pending[i]
@@ -169,20 +117,13 @@ class DraftModel:
             self._learn_step((self._clock() - started) / n_steps)
         return [tuple(guess) for guess in guesses]
 
-    def _learn_step(self, seconds: float) -> None:
-        """Learn the time of a step; the first one, of a cold model, is ignored."""
-        self._n_measured += 1
-        if self._n_measured > 1:
-            weight = 1.0 if self._n_measured == 2 else STEP_WEIGHT
-            self.step_s += weight * (seconds - self.step_s)
-
     def _catch_up(self, sequence: Sequence, n_left: int) -> tuple[list[int], int]:
         """Read up to `n_left` tokens of a sequence that the draft model has not computed yet.
 
         Return the tokens that are left for the first step, and the number of tokens read.  The tokens are
         empty if too many are left: they are read in later ticks.
         """
-        seq_id, tokens = _seq_id(sequence), sequence.tokens
+        seq_id, tokens = seq_id_of(sequence), sequence.tokens
         held = self._held.setdefault(seq_id, [])
         n_same = _n_same(held, tokens[:-1])
         if n_same < len(held):
@@ -201,11 +142,6 @@ class DraftModel:
         n_read = max(0, n_read)
         is_ready = n_missing - n_read <= n_last
         return (tokens[n_same + n_read :] if is_ready else []), n_read
-
-
-def _seq_id(sequence: Sequence) -> int:
-    assert sequence.placement.slot is not None
-    return sequence.placement.slot.seq_id
 
 
 def _n_same(held: list[int], tokens: list[int]) -> int:

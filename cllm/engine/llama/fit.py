@@ -11,15 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from cllm.bindings import Device, memory_needs
+from cllm.bindings import Device
 from cllm.bindings.context import MAX_CELLS
 from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.device_settings import override_pairs
-from cllm.engine.llama.devices import gpus_of, placement_of
+from cllm.engine.llama.devices import gpus_of
 from cllm.engine.llama.gguf_header import read_sizes
 from cllm.engine.llama.memory import (
     AMPLE_BYTES,
@@ -32,7 +31,6 @@ from cllm.engine.llama.memory import (
     kv_bytes,
     kv_layers,
     largest_n_ctx,
-    made,
     n_trained,
     wanted_n_ctx,
 )
@@ -128,18 +126,12 @@ class ModelOnDevices:
     def measure(self, config: EngineConfig, contexts: Iterable[PlannedContext]) -> None:
         """Let llama.cpp compute buffers and KV cache without an allocation; `bytes` counts them from then on."""
         self.buffers = Counter()
-        for path, make in contexts:
-            is_main = path == config.model_path
-            needs = memory_needs(
-                path,
-                partial(made, make, config),
-                n_gpu_layers=config.n_gpu_layers,
-                placement=placement_of(config, is_main=is_main),
-            )
+        for planned in contexts:
+            needs = planned.needs(config)
             if needs is None:
                 continue
             self.buffers.update(needs.on_devices)
-            if not is_main:
+            if not planned.generates:
                 self.buffers[self._gpus[0].name] += needs.n_context
             elif (estimated := kv_bytes(config, is_windowed=False)) and needs.n_context:
                 # Sliding windows, states of recurrent layers: the header does not say all of it.

@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from cllm.bindings import Context, EmbeddingContext, MemoryNeeds, Model, memory_needs
+from cllm.bindings import (
+    Context,
+    EmbeddingContext,
+    MemoryNeeds,
+    Model,
+    memory_needs,
+)
 from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.llama.devices import gpus_of, placement_of
 from cllm.engine.llama.gguf_header import read_header
@@ -17,7 +23,6 @@ from cllm.errors import CllmError, ModelLoadError
 from cllm.memory import available_bytes
 
 MakeContext = Callable[[Model, EngineConfig], Context | EmbeddingContext]
-PlannedContext = tuple[Path, MakeContext]  # a file that gets a context, and what makes it
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 MIB = 1 << 20
@@ -33,6 +38,34 @@ KV_BYTES = {
     "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32,
     "q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32,
 }  # fmt: skip
+
+
+class PlannedContext(NamedTuple):
+    """A context that an engine will have.
+
+    Attributes
+    ----------
+    path : Path
+        File of its model.
+    make : callable
+        Returns the context, from the opened model and the configuration.
+    generates : bool
+        True if it is the context of the model that generates.
+    """
+
+    path: Path
+    make: MakeContext
+    generates: bool = False
+
+    def needs(self, config: EngineConfig) -> MemoryNeeds | None:
+        """Return the memory that it would take with a configuration; see `memory_needs`."""
+        is_main = self.path == config.model_path
+        return memory_needs(
+            self.path,
+            lambda model: self.make(model, config),
+            n_gpu_layers=config.n_gpu_layers,
+            placement=placement_of(config, is_main=is_main),
+        )
 
 
 def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
@@ -99,15 +132,7 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
 
     def needs(n_ctx: int) -> MemoryNeeds | None:
         with_cells = replace(config, n_ctx=n_ctx)
-        found = [
-            memory_needs(
-                path,
-                partial(made, make, with_cells),
-                n_gpu_layers=config.n_gpu_layers,
-                placement=placement_of(config, is_main=path == config.model_path),
-            )
-            for path, make in planned
-        ]
+        found = [each.needs(with_cells) for each in planned]
         known = [one for one in found if one is not None]
         if len(known) < len(found):
             return None
@@ -133,11 +158,6 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
             str(config.model_path), f"{reason}; allow_overcommit loads it all the same"
         )
     logger.warning("%s: %s; the system may end the process", config.model_path.name, reason)
-
-
-def made(make: MakeContext, config: EngineConfig, model: Model) -> Context | EmbeddingContext:
-    """Return the context that `make` makes."""
-    return make(model, config)
 
 
 def _bytes(needed: MemoryNeeds | None) -> int:

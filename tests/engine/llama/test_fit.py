@@ -12,7 +12,8 @@ import pytest
 
 from cllm import EngineConfig, ModelLoadError
 from cllm.bindings import Device, MemoryNeeds, Placement
-from cllm.engine.llama import devices, fit, memory
+from cllm.engine.llama import devices, memory
+from cllm.engine.llama.decoder import make_context
 from cllm.engine.llama.fit import (
     HOST,
     ModelOnDevices,
@@ -22,7 +23,7 @@ from cllm.engine.llama.fit import (
     room_of,
 )
 from cllm.engine.llama.gguf_header import read_sizes
-from cllm.engine.llama.memory import MIB
+from cllm.engine.llama.memory import MIB, PlannedContext
 
 N_BLOCKS = 8
 # Sizes of the tensors of one layer, and of the rest, in MiB.
@@ -261,8 +262,8 @@ def test_the_context_takes_the_place_of_experts_only_if_they_do_not_fit(
 def test_buffers_count_on_their_device(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, gpu("A", room(160)))
     needs = MemoryNeeds(0, 60 * MIB, {"A": 50 * MIB, "CPU": 10 * MIB})
-    monkeypatch.setattr(fit, "memory_needs", lambda *_, **__: needs)
-    planned: Any = [(dense, None)]
+    monkeypatch.setattr(memory, "memory_needs", lambda *_, **__: needs)
+    planned = [PlannedContext(dense, make_context, generates=True)]
     assert fitted(configure(dense), []).n_gpu_layers == -1
     assert fitted(configure(dense), planned).n_gpu_layers == 6
 
@@ -276,8 +277,8 @@ def test_buffers_are_measured_again_for_what_is_chosen(
         return MemoryNeeds(0, 0, {"A": (200 if placement.overrides else 10) * MIB})
 
     have(monkeypatch, gpu("A", room(800)))
-    monkeypatch.setattr(fit, "memory_needs", needs)
-    planned: Any = [(experts, None)]
+    monkeypatch.setattr(memory, "memory_needs", needs)
+    planned = [PlannedContext(experts, make_context, generates=True)]
     assert fitted(configure(experts), planned).n_cpu_moe == 4
 
 
@@ -285,11 +286,11 @@ def test_the_measured_cache_counts_more_than_the_header(
     dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have(monkeypatch, gpu("A", room(160)))
-    monkeypatch.setattr(fit, "memory_needs", lambda *_, **__: MemoryNeeds(64 * MIB, 0))
-    planned: Any = [(dense, None)]
+    monkeypatch.setattr(memory, "memory_needs", lambda *_, **__: MemoryNeeds(64 * MIB, 0))
+    planned = [PlannedContext(dense, make_context, generates=True)]
     config = configure(dense)  # 32 MiB of cells by the header
     assert fitted(config, planned).n_gpu_layers == 7
-    drafts: Any = [(Path("draft.gguf"), None)]
+    drafts = [PlannedContext(Path("draft.gguf"), make_context)]
     assert fitted(config, drafts).n_gpu_layers == 5
 
 
@@ -298,8 +299,8 @@ def test_a_gpu_that_others_fill_gets_nothing(
     n_free: int, dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have(monkeypatch, gpu("A", n_free, 24_000))
-    monkeypatch.setattr(fit, "memory_needs", lambda *_, **__: MemoryNeeds(0, 0, {"A": 9 * MIB}))
-    planned: Any = [(dense, None)]
+    monkeypatch.setattr(memory, "memory_needs", lambda *_, **__: MemoryNeeds(0, 0, {"A": 9 * MIB}))
+    planned = [PlannedContext(dense, make_context, generates=True)]
     assert fitted(configure(dense), planned).n_gpu_layers == 0
     assert fitting_n_ctx(configure(dense, n_ctx="auto"))[0] == 4096
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +117,7 @@ def test_the_contexts_of_models_that_draft_and_embed_count_too(
     monkeypatch.setattr(memory, "_is_elsewhere", lambda config: False)
     config = EngineConfig(n_ctx=4096, n_gpu_layers=0, n_threads=1, **options)
     planned = planned_contexts(config)
-    alone = [
-        memory_needs(path, partial(memory.made, make, config), n_gpu_layers=0)
-        for path, make in planned
-    ]
+    alone = [each.needs(config) for each in planned]
     assert len(alone) == n_contexts
     wanted = sum(needs.n_context for needs in alone if needs is not None) / MIB
     with pytest.raises(ModelLoadError) as caught:
@@ -162,4 +158,6 @@ def test_where_it_fits_many_times_llama_cpp_is_not_asked(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 64 << 30)
     monkeypatch.setattr(memory, "memory_needs", asked)
-    memory.check_room(EngineConfig(n_ctx=4096), [(EMBEDDED_MODEL, make_context)])
+    memory.check_room(
+        EngineConfig(n_ctx=4096), [memory.PlannedContext(EMBEDDED_MODEL, make_context)]
+    )
