@@ -18,9 +18,9 @@ RMS_EPS = 1e-5
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, as llama.cpp's `llama` architecture computes them."""
+    """Attention and SwiGLU with `n_ff` channels, as llama.cpp's `llama` architecture computes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_ff: int = N_FF) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(N_EMBD, eps=RMS_EPS)
         self.attn_q = nn.Linear(N_EMBD, N_EMBD, bias=False)
@@ -28,9 +28,9 @@ class Block(nn.Module):
         self.attn_v = nn.Linear(N_EMBD, N_EMBD, bias=False)
         self.attn_output = nn.Linear(N_EMBD, N_EMBD, bias=False)
         self.ffn_norm = nn.RMSNorm(N_EMBD, eps=RMS_EPS)
-        self.ffn_gate = nn.Linear(N_EMBD, N_FF, bias=False)
-        self.ffn_up = nn.Linear(N_EMBD, N_FF, bias=False)
-        self.ffn_down = nn.Linear(N_FF, N_EMBD, bias=False)
+        self.ffn_gate = nn.Linear(N_EMBD, n_ff, bias=False)
+        self.ffn_up = nn.Linear(N_EMBD, n_ff, bias=False)
+        self.ffn_down = nn.Linear(n_ff, N_EMBD, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         n_rows, n_tokens, _ = x.shape

@@ -30,6 +30,8 @@ class ModelFacts:
         Size of its files.
     chat, vocabulary, prefixes : str
         Descriptions of the chat template, of the vocabulary, and of the prefixes that requests can share.
+    n_mtp_layers : int
+        Number of layers that predict further tokens; `n_layer` is without them.
     kv_bytes : mapping
         Bytes of an F16 KV cache for one sequence, by its number of cells.
     available_bytes : int or None
@@ -50,6 +52,7 @@ class ModelFacts:
     vocabulary: str
     chat: str
     prefixes: str
+    n_mtp_layers: int
     kv_bytes: Mapping[int, int]
     available_bytes: int | None
 
@@ -153,6 +156,7 @@ def model_facts(path: Path, n_ctx: Iterable[int] = ()) -> ModelFacts:
             vocabulary=check_vocabulary(model.vocab).text,
             chat=check_chat_template(model).text,
             prefixes=shared_prefixes(model),
+            n_mtp_layers=model.n_layer_nextn,
             kv_bytes={n: kv_bytes(EngineConfig(model=path, n_ctx=n, n_seq_max=1)) for n in sizes},
             available_bytes=available_bytes(),
         )

@@ -44,6 +44,7 @@ from cllm.system import can_pass_descriptors
 N_SEQ_IDS = 256  # LLAMA_MAX_SEQ: the most sequence ids that libllama supports
 AUTO: Final = "auto"
 NGRAM: Final = "ngram"
+MTP: Final = "mtp"
 N_CTX = 4096
 N_TEXTS_MAX = 64  # texts of one embedding batch
 N_CACHED_IDS = 16  # largest number of seq_ids of the prefix cache
@@ -253,13 +254,13 @@ class EngineConfig:
         Give the same tokens for the same request, to the bit, with any other requests beside it.  The same
         holds for log probabilities, and for any chunks, cached prefixes, preemptions and threads.  CPU only,
         and slower (docs/determinism.md).  Loading a model ends with a test of it, and fails if the test fails.
-    speculation : "auto", "ngram", str, Path or None
-        Guess tokens, and compute the guesses with the token they follow: "auto" (the default), "ngram", or the file
-        of a smaller model.  The number of guesses adapts to the time that they save; the answers stay the same, to the bit with `deterministic`.
-        "ngram" guesses from the tokens of the request itself, and a smaller model must have the same vocabulary.
-        Both also guess the tokens that a JSON schema or an expression forces.  "auto" is "ngram" without the
-        memory for it: it has only the output rows that no running sequence needs, and no guesses for a model
-        with recurrent memory.
+    speculation : "auto", "ngram", "mtp", str, Path or None
+        Guess tokens, and compute the guesses with the token they follow: "auto" (the default), "ngram", "mtp", or the
+        file of a smaller model.  The number of guesses adapts to the time that they save; the answers stay the same,
+        to the bit with `deterministic`.  "ngram" guesses from the tokens of the request itself, "mtp" with the model's
+        own layer for multi-token prediction.  A smaller model must have the same vocabulary.  All of them also guess the
+        tokens that a JSON schema or an expression forces.  "auto" is "ngram" without the memory for it: it has only
+        the output rows that no running sequence needs, and no guesses for a model with recurrent memory.
     type_k : str
         Data type of the keys: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl.  With
         `deterministic`, f16 becomes bf16.
@@ -443,7 +444,7 @@ class EngineConfig:
     deterministic: bool = setting(False, boolean, affects=ANSWERS)
     speculation: str | Path | None = setting(
         AUTO,
-        or_word(AUTO, or_word(NGRAM, file_path)),
+        or_word(AUTO, or_word(NGRAM, or_word(MTP, file_path))),
         "--speculation -md --model-draft",
         is_optional=True,
     )
@@ -609,7 +610,12 @@ class EngineConfig:
     def draft_model(self) -> Path | None:
         """File of the draft model for speculation; None without a draft model."""
         given = self.speculation
-        return None if given is None or given in (AUTO, NGRAM) else Path(given)
+        return None if given is None or given in (AUTO, NGRAM, MTP) else Path(given)
+
+    @property
+    def uses_mtp(self) -> bool:
+        """True if the model's own layer for multi-token prediction drafts."""
+        return self.speculation == MTP
 
     @property
     def reserves_drafts(self) -> bool:

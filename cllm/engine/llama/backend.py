@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from cllm.bindings import Context, EmbeddingContext, Model, Vocabulary
+from cllm.bindings import Context, EmbeddingContext, Model, MtpContext, Vocabulary
 from cllm.bindings.model import check_model_file
 from cllm.engine.chat.rank_prompt import QWEN3_TEMPLATE, RANK_TEMPLATE
 from cllm.engine.config import AUTO, NGRAM, EngineConfig
@@ -44,11 +44,12 @@ from cllm.engine.llama.encoder import (
 )
 from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.fit import check_placement, fitted
-from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
+from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix, model_parts
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.media_encoder import LlamaMediaEncoder
 from cllm.engine.llama.memory import PlannedContext, check_fits, check_room
+from cllm.engine.llama.mtp_drafter import MtpDrafter, check_mtp_file, make_mtp_context
 from cllm.engine.llama.preflight import Preflight, model_files, other_files
 from cllm.engine.llama.row_cost_cache import load_table, save_table, table_key
 from cllm.engine.llama.sampler import SamplerFactory
@@ -107,6 +108,8 @@ class LlamaBackend:
             check_content(expected)
         config = self._config
         template = config.read_chat_template()  # before a file is loaded for minutes
+        if self._generates and config.uses_mtp:
+            check_mtp_file(config.model_path, model_parts(config.model_path))
         endpoints = rpc.find_servers(config.rpc, lambda: self._is_stopping)
         self.preflight.run()
         if self._generates:
@@ -183,7 +186,9 @@ class LlamaBackend:
             devices=tuple(f"{gpu.name}: {gpu.description}" for gpu in gpus_of(config)),
             tuned=self._tuned_settings,
         )
-        drafter = self._drafter(model, kv_cache, owned) if generates else None
+        drafter = None
+        if isinstance(decoder, LlamaDecoder):
+            drafter = self._drafter(model, decoder, kv_cache, owned)
         contexts = [
             each
             for each in (decoder, encoder, drafter)
@@ -345,20 +350,28 @@ class LlamaBackend:
                 load_mode=config.used_load_mode,
                 check_tensors=config.check_tensors,
                 use_extra_bufts=config.repack and not (is_main and config.deterministic),
+                load_mtp=is_main and config.uses_mtp,
                 on_progress=lambda _: not self._is_stopping,
             )
         )
 
-    def _drafter(self, model: Model, kv_cache: KVCache, owned: ExitStack) -> Drafter | None:
+    def _drafter(
+        self, model: Model, decoder: LlamaDecoder, kv_cache: KVCache, owned: ExitStack
+    ) -> Drafter | None:
         """Return the source of drafts, if any; no model drafts if memory cannot remove wrong drafts."""
         config, path = self._config, self._config.draft_model
         if config.speculation in (AUTO, NGRAM):
             return NgramDrafter()
-        if path is None:
+        if config.speculation is None:
             return None
         if not (kv_cache.has_pos_min or kv_cache.n_rollback):
             logger.warning("no draft model is used: the model's memory cannot remove wrong drafts")
             return None
+        if path is None:
+            context = make_mtp_context(model, config, kv_cache.n_cells, kv_cache.n_seq_ids)
+            decoder.follower = follower = MtpDrafter(context)
+            owned.callback(follower.close)
+            return follower
         drafts = self._open_model(
             path, owned, is_main=False
         )  # no answer depends on its last digits
@@ -496,6 +509,10 @@ def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
         n_seq_ids = config.kv_layout(model.n_ctx_train, state_bytes=0, is_windowed=False).n_seq_ids
         return make_draft_context(model, config, config.n_cells, n_seq_ids)
 
+    def mtp(model: Model, config: EngineConfig) -> MtpContext:
+        n_seq_ids = config.kv_layout(model.n_ctx_train, state_bytes=0, is_windowed=False).n_seq_ids
+        return make_mtp_context(model, config, config.n_cells, n_seq_ids)
+
     def texts(model: Model, config: EngineConfig) -> EmbeddingContext:
         # All poolings take the same memory; "rank" needs a classifier that many files lack.
         return make_embedding_context(model, config, "mean", 1)
@@ -503,6 +520,8 @@ def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
     planned = [PlannedContext(config.model_path, make_context, generates=True)]
     if config.draft_model is not None:
         planned.append(PlannedContext(Path(config.draft_model), draft))
+    if config.uses_mtp:
+        planned.append(PlannedContext(config.model_path, mtp))
     if config.embedding_model is not None or config.pooling is not None:
         path = Path(config.embedding_model or config.model_path)
         planned.append(PlannedContext(path, texts))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bindings import Batch, Context, Model
+from cllm.bindings import Batch, Context, Model, Run
 from cllm.bindings.embedding_batch import EmbeddingBatch
 from cllm.engine.config import EngineConfig
 from cllm.engine.core.decoder import MediaRows
@@ -23,6 +23,24 @@ N_PADDING_ROWS = 2
 N_CELLS = 256  # the fewest that a context has
 # Limit of a tick, in seconds, on backends that cannot abort a decode: a cancel takes up to two ticks.
 MAX_TICK_S = 0.5
+
+
+class Follower(Protocol):
+    """Memory beside the decoder's, whose sequences follow those of the decoder.  Its calls raise no errors."""
+
+    def decoded(
+        self, runs: Sequence[Run], tokens: NDArray[np.int32], hidden: NDArray[np.float32]
+    ) -> None:
+        """Learn that the decoder has computed rows: their tokens, and their hidden states `(n_rows, n_embd_out)`."""
+
+    def seq_rm(self, seq_id: int, p0: int | None, p1: int | None) -> None:
+        """Learn that positions `[p0, p1)` of a sequence were removed."""
+
+    def seq_cp(self, seq_id_src: int, seq_id_dst: int, p1: int | None) -> None:
+        """Learn that an empty sequence shares the positions before `p1` of another."""
+
+    def clear(self) -> None:
+        """Learn that all sequences are empty."""
 
 
 class LlamaDecoder:
@@ -45,9 +63,12 @@ class LlamaDecoder:
         Largest number of positions of one sequence.
     files : MappedFiles or None
         Mapped files of the weights.  `decode` raises `ModelChangedError` if one was written to.
+    follower : Follower or None
+        Its context needs hidden states: `keeps_hidden`.
     """
 
     files: MappedFiles | None = None
+    follower: Follower | None = None
 
     def __init__(
         self, make_context: Callable[[], Context], n_batch: int, loras: LlamaLoras | None = None
@@ -105,13 +126,18 @@ class LlamaDecoder:
 
     def seq_rm(self, seq_id: int, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove positions `[p0, p1)` of a sequence; return False if the memory cannot remove this part."""
-        return self.context.seq_rm(seq_id, p0, p1)
+        is_removed = self.context.seq_rm(seq_id, p0, p1)
+        if is_removed and self.follower is not None:
+            self.follower.seq_rm(seq_id, p0, p1)
+        return is_removed
 
     def seq_cp(
         self, seq_id_src: int, seq_id_dst: int, p0: int | None = None, p1: int | None = None
     ) -> None:
         """Let an empty sequence share positions `[p0, p1)` of another."""
         self.context.seq_cp(seq_id_src, seq_id_dst, p0, p1)
+        if self.follower is not None:
+            self.follower.seq_cp(seq_id_src, seq_id_dst, p1)
 
     def seq_pos_min(self, seq_id: int) -> int | None:
         """Return the first position of a sequence; None if it is empty."""
@@ -134,6 +160,9 @@ class LlamaDecoder:
         rows = self.context.decode(self._embeddings or self._batch).rows
         if self.files is not None:
             self.files.check()
+        if self.follower is not None and self._embeddings is None:
+            batch = self._batch
+            self.follower.decoded(batch.runs, batch.tokens, self.context.hidden_states())
         return rows
 
     def warm_up(self, sizes: Iterable[int]) -> None:
@@ -149,6 +178,8 @@ class LlamaDecoder:
         """Throw the context away and make an empty one; see `Decoder`."""
         self.context.close()  # first: there may not be memory for two
         self._open()
+        if self.follower is not None:
+            self.follower.clear()
 
     def close(self) -> None:
         """Free the context."""
@@ -252,4 +283,5 @@ def make_context(model: Model, config: EngineConfig, states: States = NO_STATES)
         yarn_beta_fast=config.yarn_beta_fast,
         yarn_beta_slow=config.yarn_beta_slow,
         yarn_orig_ctx=config.yarn_orig_ctx,
+        keeps_hidden=config.uses_mtp,
     )

@@ -13,6 +13,7 @@ from cllm.bindings import (
     EmbeddingContext,
     MemoryNeeds,
     Model,
+    MtpContext,
     memory_needs,
 )
 from cllm.engine.config import N_CTX, EngineConfig
@@ -22,7 +23,7 @@ from cllm.engine.llama.preflight import model_files, other_files
 from cllm.errors import CllmError, ModelLoadError
 from cllm.memory import available_bytes
 
-MakeContext = Callable[[Model, EngineConfig], Context | EmbeddingContext]
+MakeContext = Callable[[Model, EngineConfig], Context | EmbeddingContext | MtpContext]
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 MIB = 1 << 20
@@ -65,6 +66,7 @@ class PlannedContext(NamedTuple):
             lambda model: self.make(model, config),
             n_gpu_layers=config.n_gpu_layers,
             placement=placement_of(config, is_main=is_main),
+            load_mtp=is_main and config.uses_mtp,
         )
 
 

@@ -95,7 +95,7 @@ class PaddedDecoder(LlamaDecoder):
         return logits[wanted]
 
     def _remove_padding(self, seq_id: int, p0: int) -> None:
-        if not self.context.seq_rm(seq_id, p0):
+        if not self.seq_rm(seq_id, p0):
             raise LlamaCallError("llama_memory_seq_rm", 0, f"seq_id {seq_id} keeps its padding")
 
 
