@@ -84,6 +84,11 @@ _GLM4_NEXTN = (
         "ffn_gate_shexp.weight:n_embd,n_ff ffn_up_shexp.weight:n_embd,n_ff ffn_down_shexp.weight:n_ff,n_embd "
     )
 )
+_STEP35 = (
+    "attn_norm.weight:n_embd ffn_norm.weight:n_embd ffn_gate.weight:n_embd,n_ff "
+    + _ATTENTION
+    + _UP_DOWN
+)
 _QWEN2VL = _LLAMA + "attn_q.bias:n_embd_q attn_k.bias:n_embd_kv attn_v.bias:n_embd_kv "
 _GEMMA3 = _QWEN3 + "post_attention_norm.weight:n_embd post_ffw_norm.weight:n_embd "
 _MAMBA = (
@@ -284,6 +289,11 @@ MODELS: dict[str, Model] = {
         (_DELTA_NET, _GATED_ATTENTION, _GATED_ATTENTION + _NEXTN),
         {**_QWEN35_KEYS, "full_attention_interval": 2, "nextn_predict_layers": 1},
         more_tokens=_TILE_TOKENS),
+    "tiny-step35-mtp": Model(
+        "step35: a layer that predicts a token more (MTP), and gives hidden states of output rows only",
+        "step35", _TINY, _UNTIED, (_STEP35, _STEP35, _STEP35 + _NEXTN),
+        {"attention.sliding_window": N_WINDOW_TINY, "attention.sliding_window_pattern": [1, 0, 0],
+         "expert_feed_forward_length": 64, "rope.dimension_count": 64, "nextn_predict_layers": 1}),
     "tiny-encoder": Model(
         "bert: has no memory, although llama_model_has_decoder() is true",
         "bert", _TINY_ONE_HEAD, _BERT_ENDS, (_BERT,) * 2, {"attention.layer_norm_epsilon": 1e-5}),

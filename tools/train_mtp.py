@@ -1,7 +1,7 @@
 """Train a layer for multi-token prediction (MTP) on the embedded model, which stays as it is.
 
 The layer computes, from the hidden state of a position and the next token, the token after that.  It learns the
-embedded model's own probabilities.  It also learns to go on from its own hidden states, because a second draft
+embedded model's own probabilities.  It also learns to continue from its own hidden states, because a second draft
 has no other.  `mtp_model` joins both to a file that llama.cpp loads.
 
     pip install torch==2.13.0 numpy gguf

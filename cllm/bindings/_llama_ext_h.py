@@ -14,6 +14,12 @@ from typing import Any
 from cllm.bindings._library import library
 from cllm.errors import LibraryError
 
+# Architectures that llama.cpp has a graph of an MTP layer for (`DECODER_MTP` in src/models), and whose other
+# graphs give hidden states.  For any other it would compute its usual graph, without the weights.
+ARCHITECTURES = frozenset({
+    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe", "glm5-next",
+    "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "qwen4exp", "step35",
+})  # fmt: skip
 SET_EMBEDDINGS_NEXTN = "_Z26llama_set_embeddings_nextnP13llama_contextbb"
 GET_EMBEDDINGS_NEXTN = "_Z26llama_get_embeddings_nextnP13llama_context"
 
@@ -40,12 +46,12 @@ class HiddenStates:
         self._get.restype = ctypes.POINTER(ctypes.c_float)
         self._get.argtypes = (ctypes.c_void_p,)
 
-    def keep(self, context: Any) -> None:
-        """Let decodes of a context keep the hidden state of every row."""
-        self._set(context, True, False)
+    def keep(self, context: Any, *, outputs_only: bool) -> None:
+        """Let decodes of a context keep the hidden states of all rows, or of output rows only."""
+        self._set(context, True, outputs_only)
 
     def rows(self, context: Any) -> Any:
-        """Return a pointer to the hidden states of all rows of the last decode, in the order of the batch."""
+        """Return a pointer to the kept hidden states of the last decode, in the order of the batch."""
         return self._get(context)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cllm.bindings import _llama_h as h
 from cllm.bindings._abort import AbortFlag
 from cllm.bindings._library import forward_log, library
-from cllm.bindings._llama_ext_h import hidden_states
+from cllm.bindings._llama_ext_h import ARCHITECTURES, hidden_states
 from cllm.bindings._threadpool import ThreadPool
 from cllm.bindings.batch import Batch
 from cllm.bindings.embedding_batch import EmbeddingBatch
@@ -103,7 +103,8 @@ class Context(Memory, LoraContext):
     offload_kqv, swa_full, no_perf : bool
         As in llama.h.
     keeps_hidden : bool
-        Keep the hidden state of every row of the last decode; see `hidden_states`.
+        Keep the hidden state of every row of the last decode; see `hidden_states`.  Only for architectures
+        with multi-token prediction.
     rope_scaling : str, optional
         none, linear, yarn or longrope; None takes the model's.
     rope_freq_base, rope_freq_scale : float
@@ -166,6 +167,9 @@ class Context(Memory, LoraContext):
     ) -> None:
         lib = library()
         states = hidden_states() if keeps_hidden else None
+        architecture = model.metadata_value("general.architecture")
+        if keeps_hidden and architecture not in ARCHITECTURES:
+            raise ContextError(f"llama.cpp keeps no hidden states for {architecture}")
         if model.vocab_only:
             raise ContextError("the model was loaded with vocab_only: it has no weights")
         if not model.has_decoder or model.has_encoder or model.is_diffusion:
@@ -194,20 +198,19 @@ class Context(Memory, LoraContext):
         params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
         params.swa_full = bool(swa_full)
         params.no_perf = bool(no_perf)
-        if rope_scaling is not None:
-            params.rope_scaling_type = check_rope_scaling(rope_scaling)
-        # 0 takes the model's; next to 0 every logit becomes NaN.
-        if rope_freq_base != 0:
-            params.rope_freq_base = check_float("rope_freq_base", rope_freq_base, 1e-3, 1e12)
-        if rope_freq_scale != 0:
-            params.rope_freq_scale = check_float("rope_freq_scale", rope_freq_scale, 1e-6, 1e6)
-        for field, value in (
-            ("yarn_ext_factor", yarn_ext_factor), ("yarn_attn_factor", yarn_attn_factor),
-            ("yarn_beta_fast", yarn_beta_fast), ("yarn_beta_slow", yarn_beta_slow),
-        ):  # fmt: skip
-            if value is not None:
-                setattr(params, field, check_float(field, value, -1.0, 1e6))
-        params.yarn_orig_ctx = check_int("yarn_orig_ctx", yarn_orig_ctx, 0, INT32_MAX)
+        set_rope(
+            params,
+            rope_scaling=rope_scaling,
+            rope_freq_base=rope_freq_base,
+            rope_freq_scale=rope_freq_scale,
+            yarn_ext_factor=yarn_ext_factor,
+            yarn_attn_factor=yarn_attn_factor,
+            yarn_beta_fast=yarn_beta_fast,
+            yarn_beta_slow=yarn_beta_slow,
+            yarn_orig_ctx=yarn_orig_ctx,
+        )
+        if states is not None:
+            set_no_pooling(params, model)
         self._abort_flag = AbortFlag(params)
         # One buffer for many sequences may well have more cells than one of them has positions.
         no_warning = "> n_ctx_train" if n_seq_max > 1 else ""
@@ -232,7 +235,7 @@ class Context(Memory, LoraContext):
             self.n_batch: int = int(lib.llama_n_batch(pointer))
             self.n_ubatch: int = int(lib.llama_n_ubatch(pointer))
             if states is not None:
-                states.keep(pointer)
+                states.keep(pointer, outputs_only=False)
         self._states, self._n_embd_out = states, model.n_embd_out
         self.n_outputs_max = n_outputs_max
         self.n_decodes: int = 0
@@ -388,7 +391,7 @@ class Context(Memory, LoraContext):
         StaleLogitsError
             There is no successful decode.
         LlamaCallError
-            The context was made without `keeps_hidden`, or the model has no such states.
+            The context was made without `keeps_hidden`.
         """
         pointer = self._pointer
         if not self._decoded:
@@ -425,6 +428,36 @@ def init_context(model: Model, params: Any, *, no_warning: str) -> Any:
     if not pointer:
         raise ContextError(reason or "llama.cpp could not create the context")
     return pointer
+
+
+def set_rope(
+    params: Any,
+    *,
+    rope_scaling: str | None = None,
+    rope_freq_base: float = 0.0,
+    rope_freq_scale: float = 0.0,
+    yarn_orig_ctx: int = 0,
+    **yarn: float | None,
+) -> None:
+    """Set the parameters of rotary embeddings; see `Context`."""
+    if rope_scaling is not None:
+        params.rope_scaling_type = check_rope_scaling(rope_scaling)
+    # 0 takes the model's; next to 0 every logit becomes NaN.
+    if rope_freq_base != 0:
+        params.rope_freq_base = check_float("rope_freq_base", rope_freq_base, 1e-3, 1e12)
+    if rope_freq_scale != 0:
+        params.rope_freq_scale = check_float("rope_freq_scale", rope_freq_scale, 1e-6, 1e6)
+    for field, value in yarn.items():
+        if value is not None:
+            setattr(params, field, check_float(field, value, -1.0, 1e6))
+    params.yarn_orig_ctx = check_int("yarn_orig_ctx", yarn_orig_ctx, 0, INT32_MAX)
+
+
+def set_no_pooling(params: Any, model: Model) -> None:
+    """Set no pooling of a model that has one: llama.cpp would keep no hidden states."""
+    architecture = model.metadata_value("general.architecture")
+    if model.metadata_value(f"{architecture}.pooling_type") is not None:
+        params.pooling_type = h.PoolingType.NONE
 
 
 def check_flash_attn(wanted: bool | None) -> h.FlashAttnType:

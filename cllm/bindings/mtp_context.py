@@ -10,22 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.bindings import _llama_h as h
-from cllm.bindings._abort import AbortFlag
 from cllm.bindings._library import forward_log, library
-from cllm.bindings._llama_ext_h import hidden_states
-from cllm.bindings.context import check_decode, check_flash_attn, check_kv_type, init_context
+from cllm.bindings._llama_ext_h import ARCHITECTURES, hidden_states
+from cllm.bindings.context import (
+    check_decode,
+    check_flash_attn,
+    check_kv_type,
+    init_context,
+    set_no_pooling,
+    set_rope,
+)
 from cllm.bindings.lora import LoraContext
 from cllm.bindings.memory import Memory
 from cllm.bindings.model import Model
 from cllm.checks import MAX_THREADS, check_int
 from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError, PositionError
-
-# Architectures that llama.cpp has a graph of these layers for (`DECODER_MTP` in src/models).  For any
-# other it would compute its usual graph, without the weights.
-ARCHITECTURES = frozenset({
-    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe", "glm5-next",
-    "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "qwen4exp", "step35",
-})  # fmt: skip
 
 
 class MtpRows(NamedTuple):
@@ -37,15 +36,12 @@ class MtpRows(NamedTuple):
         Tokens of the positions from `p0` on.
     hidden : ndarray
         float32, shape `(len(tokens), n_embd_out)`: the hidden state of the position before each token.
-    is_output : bool
-        True if the logits of the last row are wanted.
     """
 
     seq_id: int
     p0: int
     tokens: list[int]
     hidden: NDArray[np.float32]
-    is_output: bool
 
 
 class MtpContext(Memory, LoraContext):
@@ -61,13 +57,16 @@ class MtpContext(Memory, LoraContext):
         Compute threads for one row and for many.
     flash_attn, type_k, type_v, offload_kqv, op_offload
         As for `Context`.
+    **rope
+        `rope_scaling` and the other settings of rotary embeddings of `Context`.
 
     Raises
     ------
     InvalidArgumentError
         A value is out of range.
     ContextError
-        llama.cpp has no graph for the layer, or the model does not have exactly one.
+        llama.cpp has no graph for the layer, the model does not have exactly one, or was loaded without
+        `load_mtp`.
     LibraryError
         The library has no functions for hidden states.
 
@@ -91,6 +90,7 @@ class MtpContext(Memory, LoraContext):
         type_v: str = "f16",
         offload_kqv: bool = True,
         op_offload: bool | None = None,
+        **rope: Any,
     ) -> None:
         check_mtp(model)
         lib, states = library(), hidden_states()
@@ -109,36 +109,31 @@ class MtpContext(Memory, LoraContext):
         params.type_v = check_kv_type("type_v", type_v)
         params.offload_kqv = bool(offload_kqv)
         params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
-        self._abort_flag = AbortFlag(params)
+        set_rope(params, **rope)
+        set_no_pooling(params, model)
         pointer = init_context(model, params, no_warning="> n_ctx_train")
-        batch = lib.llama_batch_ext_init(pointer)
+        batches: list[Any] = []
 
         def free(pointer: Any) -> None:
-            lib.llama_batch_ext_free(batch)
+            for batch in batches:
+                lib.llama_batch_ext_free(batch)
             lib.llama_free(pointer)
 
         super().__init__(pointer, model, free, kv_unified=True)
-        self._batch = batch
         self._states = states
         self.n_vocab: int = model.vocab.n_tokens
         self.n_embd: int = model.n_embd_out
         with self._closed_on_error():
+            batches.append(lib.llama_batch_ext_init(pointer))
+            (self._batch,) = batches
             self.n_batch: int = int(lib.llama_n_batch(pointer))
-            states.keep(pointer)
+            # Some graphs keep only those of output rows in any case.
+            states.keep(pointer, outputs_only=True)
 
-    def decode(
-        self, runs: Sequence[MtpRows]
-    ) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
-        """Compute rows; return logits and hidden states of the output rows.
+    def compute(self, runs: Sequence[MtpRows]) -> None:
+        """Compute rows and store their keys and values.
 
         Releases the GIL while computing.  A sequence that is empty may begin at any position.
-
-        Returns
-        -------
-        logits : ndarray
-            View, float32, shape `(n_outputs, n_vocab)`, valid until the next decode.
-        hidden : list of ndarray
-            One view for each output row: float32, shape `(n_embd_out,)`, valid until the next decode.
 
         Raises
         ------
@@ -149,37 +144,57 @@ class MtpContext(Memory, LoraContext):
         DecodeFailedError
             Failed: part of the batch may have been stored.
         """
+        self._decode(runs, has_outputs=False)
+
+    def predict(self, rows: Sequence[MtpRows]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Compute one row of each sequence; return the logits of the next tokens, and the hidden states.
+
+        Parameters
+        ----------
+        rows : sequence of MtpRows
+            Each has one token.
+
+        Returns
+        -------
+        logits, hidden : ndarray
+            Views, float32, shapes `(len(rows), n_vocab)` and `(len(rows), n_embd_out)`, valid until the next
+            decode.
+
+        Raises
+        ------
+        PositionError, InvalidArgumentError, NoKVSlotError, InvalidBatchError, DecodeFailedError
+            As `compute`.
+        """
+        for run in rows:
+            check_int("tokens of a sequence", len(run.tokens), 1, 1)
+        pointer = self._decode(rows, has_outputs=True)
+        logits, states = self._lib.llama_get_logits(pointer), self._states.rows(pointer)
+        if not logits or not states:
+            raise LlamaCallError("llama_process", 0, "returned no logits or no hidden states")
+        as_array, n_rows = np.ctypeslib.as_array, len(rows)
+        return as_array(logits, (n_rows, self.n_vocab)), as_array(states, (n_rows, self.n_embd))
+
+    def _decode(self, runs: Sequence[MtpRows], *, has_outputs: bool) -> Any:
         pointer, lib = self._pointer, self._lib
-        n_rows = self._check(runs)
+        self._check(runs)
         lib.llama_batch_ext_clear(self._batch)
         for run in runs:
-            self._add(run)
+            self._add(run, has_outputs)
         lib.n_computed += 1
         code = lib.llama_process(pointer, h.ProcessType.DECODE, self._batch)
         if code == 0:
             lib.llama_synchronize(pointer)
         forward_log()
         check_decode(code)
-        n_outputs = sum(run.is_output for run in runs)
-        if not n_outputs:
-            return np.empty((0, self.n_vocab), np.float32), []
-        logits, states = lib.llama_get_logits(pointer), self._states.rows(pointer)
-        if not logits or not states:
-            raise LlamaCallError("llama_process", 0, "returned no logits or no hidden states")
-        hidden = np.ctypeslib.as_array(states, shape=(n_rows, self.n_embd))
-        ends = np.cumsum([len(run.tokens) for run in runs]).tolist()
-        return (
-            np.ctypeslib.as_array(logits, shape=(n_outputs, self.n_vocab)),
-            [hidden[end - 1] for end, run in zip(ends, runs, strict=True) if run.is_output],
-        )
+        return pointer
 
-    def _add(self, run: MtpRows) -> None:
+    def _add(self, run: MtpRows, is_output: bool) -> None:
         lib, batch = self._lib, self._batch
         hidden = np.ascontiguousarray(run.hidden)
         address = hidden.ctypes.data
         float_p = ctypes.POINTER(ctypes.c_float)
         state = h.DECLARATIONS.structs["llama_embd"](n_rows=1, n_embd=self.n_embd)
-        position, row = ctypes.c_int32(), 0
+        position = ctypes.c_int32()
         for i, token in enumerate(run.tokens):
             row = lib.llama_batch_ext_add_token(batch, run.seq_id, token)
             position.value = run.p0 + i
@@ -190,11 +205,12 @@ class MtpContext(Memory, LoraContext):
                 and lib.llama_batch_ext_set_embd_state(batch, row, state)
             ):
                 raise LlamaCallError("llama_batch_ext_add_token", row, f"rejects token {token}")
-        lib.llama_batch_ext_set_output_logits(batch, row, run.is_output)
+            if is_output:
+                lib.llama_batch_ext_set_output_logits(batch, row, True)
 
-    def _check(self, runs: Sequence[MtpRows]) -> int:
-        """Return the number of rows; raise an error for rows that the context cannot take."""
-        n_rows = check_int("rows", sum(len(run.tokens) for run in runs), 1, self.n_batch)
+    def _check(self, runs: Sequence[MtpRows]) -> None:
+        """Raise an error for rows that the context cannot take."""
+        check_int("rows", sum(len(run.tokens) for run in runs), 1, self.n_batch)
         seen: set[int] = set()
         for run in runs:
             last = self.seq_pos_max(run.seq_id)
@@ -209,7 +225,6 @@ class MtpContext(Memory, LoraContext):
             if run.hidden.shape != shape or run.hidden.dtype != np.float32:
                 kind = f"{run.hidden.dtype} {run.hidden.shape}"
                 raise InvalidArgumentError("hidden", kind, f"float32 {shape}")
-        return n_rows
 
 
 def check_mtp(model: Model) -> None:

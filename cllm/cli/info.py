@@ -73,7 +73,7 @@ def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
         ("vocabulary", facts.vocabulary),
         ("chat template", facts.chat),
         ("prefixes", facts.prefixes),
-        *([("drafts", "has a layer for them: --speculation mtp")] if facts.n_mtp_layers else []),
+        *([("drafts", "has a layer for them: --speculation mtp")] if facts.has_mtp else []),
         *(
             (f"-c {n_ctx}", f"{decimal(facts.n_bytes + n_bytes)}, {decimal(n_bytes)} of them KV")
             for n_ctx, n_bytes in facts.kv_bytes.items()

@@ -14,6 +14,7 @@ from cllm.doctor.template_check import check_chat_template
 from cllm.engine.config import EngineConfig
 from cllm.engine.llama.gguf_header import model_parts, read_header, read_shapes
 from cllm.engine.llama.memory import kv_bytes
+from cllm.engine.llama.mtp_drafter import mtp_fault
 from cllm.engine.llama.preflight import Preflight, model_files
 from cllm.memory import available_bytes
 
@@ -30,8 +31,8 @@ class ModelFacts:
         Size of its files.
     chat, vocabulary, prefixes : str
         Descriptions of the chat template, of the vocabulary, and of the prefixes that requests can share.
-    n_mtp_layers : int
-        Number of layers that predict further tokens; `n_layer` is without them.
+    has_mtp : bool
+        True if it has a layer for multi-token prediction that `speculation="mtp"` can use.
     kv_bytes : mapping
         Bytes of an F16 KV cache for one sequence, by its number of cells.
     available_bytes : int or None
@@ -52,7 +53,7 @@ class ModelFacts:
     vocabulary: str
     chat: str
     prefixes: str
-    n_mtp_layers: int
+    has_mtp: bool
     kv_bytes: Mapping[int, int]
     available_bytes: int | None
 
@@ -156,7 +157,7 @@ def model_facts(path: Path, n_ctx: Iterable[int] = ()) -> ModelFacts:
             vocabulary=check_vocabulary(model.vocab).text,
             chat=check_chat_template(model).text,
             prefixes=shared_prefixes(model),
-            n_mtp_layers=model.n_layer_nextn,
+            has_mtp=mtp_fault(path) is None,
             kv_bytes={n: kv_bytes(EngineConfig(model=path, n_ctx=n, n_seq_max=1)) for n in sizes},
             available_bytes=available_bytes(),
         )

@@ -711,13 +711,14 @@ class EngineConfig:
         return max(0, min(N_DRAFT_STATES, n_most, self.n_batch - 2, self.n_ubatch - 2))
 
     @property
+    def rope(self) -> dict[str, Any]:
+        """Settings of rotary embeddings, by name."""
+        return {name: getattr(self, name) for name in _ROPE}
+
+    @property
     def _scales_positions(self) -> bool:
         """True if positions differ from those that the model was trained with."""
-        return any(
-            getattr(self, field.name) != field.default
-            for field in fields(self)
-            if field.name.startswith(("rope_", "yarn_"))
-        )
+        return any(getattr(self, name) != default for name, default in _ROPE.items())
 
     def n_prefix_cache_tokens(self, n_cells: int) -> int:
         """Return the largest number of KV cells, out of `n_cells`, for prefixes of finished requests."""
@@ -786,3 +787,10 @@ def check_known(options: EngineOptions, others: Iterable[str] = ()) -> None:
         elif near is not None:
             hint = f"did you mean {near!r}?"
         raise TypeError(f"unknown engine option {unknown[0]!r}; {hint}")
+
+
+_ROPE = {
+    field.name: field.default
+    for field in fields(EngineConfig)
+    if field.name.startswith(("rope_", "yarn_"))
+}

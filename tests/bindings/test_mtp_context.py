@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class Opened(NamedTuple):
         return np.concatenate([before, self.context.hidden_states()])
 
 
-@pytest.fixture(params=["tiny-mtp", "tiny-qwen35-mtp"])
+@pytest.fixture(params=["tiny-mtp", "tiny-qwen35-mtp", "tiny-step35-mtp"])
 def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
     path = make_model.ensure(request.param, "F16")
     with (
@@ -67,48 +68,56 @@ def test_every_row_has_its_hidden_state_in_the_order_of_the_batch(opened: Opened
     assert np.abs(together - expected).max() < 0.02
 
 
+def row(seq_id: int, p0: int, token: int, state: NDArray[np.float32]) -> MtpRows:
+    return MtpRows(seq_id, p0, [token], state.reshape(1, -1))
+
+
 def test_rows_in_parts_and_beside_others_give_what_they_give_alone(opened: Opened) -> None:
     hidden = opened.hidden(TOKENS)
-    rows = [MtpRows(0, 0, TOKENS, hidden[:-1], True)]
-    (logits, (state,)) = opened.mtp.decode(rows)
-    whole, end = logits[0].copy(), state.copy()
-    assert whole.shape == (opened.model.vocab.n_tokens,)
-    assert np.isfinite(whole).all()
+    opened.mtp.compute([MtpRows(0, 0, TOKENS[:7], hidden[:7])])
+    logits, states = opened.mtp.predict([row(0, 7, TOKENS[7], hidden[7])])
+    assert logits.shape == (1, opened.model.vocab.n_tokens)
+    assert states.shape == (1, opened.model.n_embd_out)
+    assert np.isfinite(logits).all()
+    whole, end = logits[0].copy(), states[0].copy()
     opened.mtp.memory_clear()
-    other = MtpRows(1, 0, TOKENS[:6], hidden[:6], True)
-    nothing, states = opened.mtp.decode([MtpRows(0, 0, TOKENS[:5], hidden[:5], False)])
-    assert (nothing.shape[0], states) == (0, [])
-    logits, states = opened.mtp.decode([other, MtpRows(0, 5, TOKENS[5:], hidden[5:8], True)])
-    assert logits.shape[0] == len(states) == 2
+    opened.mtp.compute([MtpRows(0, 0, TOKENS[:4], hidden[:4])])
+    opened.mtp.compute(
+        [MtpRows(1, 0, TOKENS[:6], hidden[:6]), MtpRows(0, 4, TOKENS[4:7], hidden[4:7])]
+    )
+    logits, states = opened.mtp.predict(
+        [row(1, 6, TOKENS[6], hidden[6]), row(0, 7, TOKENS[7], hidden[7])]
+    )
+    assert len(logits) == len(states) == 2
     assert np.abs(logits[1] - whole).max() < 0.02
     assert np.abs(states[1] - end).max() < 0.02
 
 
 def test_the_token_and_the_hidden_state_both_count(opened: Opened) -> None:
-    hidden = opened.hidden(TOKENS)[:-1]
+    hidden = opened.hidden(TOKENS)
     found = []
-    for tokens, states in ((TOKENS, hidden), ([*TOKENS[:-1], 99], hidden), (TOKENS, 2 - hidden)):
+    for token, state in ((72, hidden[7]), (99, hidden[7]), (72, 2 - hidden[7])):
         opened.mtp.memory_clear()
-        logits, _ = opened.mtp.decode([MtpRows(0, 0, tokens, states, True)])
+        opened.mtp.compute([MtpRows(0, 0, TOKENS[:7], hidden[:7])])
+        logits, _ = opened.mtp.predict([row(0, 7, token, state)])
         found.append(logits[0].copy())
     assert all(np.abs(found[0] - other).max() > 0.1 for other in found[1:])
 
 
 def test_a_sequence_begins_anywhere_and_is_shared_and_shortened(opened: Opened) -> None:
     hidden = opened.hidden(TOKENS)
-    opened.mtp.decode([MtpRows(0, 3, TOKENS[3:7], hidden[3:7], False)])
+    opened.mtp.compute([MtpRows(0, 3, TOKENS[3:7], hidden[3:7])])
     opened.mtp.seq_cp(0, 1, None, 6)
     assert (opened.mtp.seq_pos_min(1), opened.mtp.seq_pos_max(1)) == (3, 5)
     assert opened.mtp.seq_rm(0, 6)
-    row = [MtpRows(seq_id, 6, TOKENS[6:7], hidden[6:7], True) for seq_id in (0, 1)]
-    logits, _ = opened.mtp.decode(row)
+    logits, _ = opened.mtp.predict([row(seq_id, 6, TOKENS[6], hidden[6]) for seq_id in (0, 1)])
     assert np.abs(logits[0] - logits[1]).max() < 1e-5
 
 
 def test_rows_that_do_not_fit_are_rejected_and_nothing_is_stored(opened: Opened) -> None:
     mtp, zeros = opened.mtp, np.zeros((2, opened.model.n_embd_out), np.float32)
-    good = MtpRows(0, 0, [65, 66], zeros, True)
-    mtp.decode([good])
+    good = MtpRows(0, 0, [65, 66], zeros)
+    mtp.compute([good])
     n_vocab = opened.model.vocab.n_tokens
     rejected: list[tuple[type[Exception], list[MtpRows]]] = [
         (PositionError, [good]),
@@ -130,17 +139,19 @@ def test_rows_that_do_not_fit_are_rejected_and_nothing_is_stored(opened: Opened)
     ]
     for error, rows in rejected:
         with pytest.raises(error):
-            mtp.decode(rows)
+            mtp.compute(rows)
         assert (mtp.seq_pos_max(0), mtp.seq_pos_max(1)) == (1, None)
-    mtp.decode([good._replace(p0=2)])
+    with pytest.raises(InvalidArgumentError, match="tokens of a sequence"):
+        mtp.predict([good._replace(p0=2)])
+    mtp.compute([good._replace(p0=2)])
 
 
 def test_a_full_cache_is_an_error_that_stores_nothing(opened: Opened) -> None:
     zeros = np.zeros((32, opened.model.n_embd_out), np.float32)
     for start in range(0, 256, 32):
-        opened.mtp.decode([MtpRows(0, start, [65] * 32, zeros, False)])
+        opened.mtp.compute([MtpRows(0, start, [65] * 32, zeros)])
     with pytest.raises(NoKVSlotError):
-        opened.mtp.decode([MtpRows(1, 0, [65], zeros[:1], True)])
+        opened.mtp.predict([MtpRows(1, 0, [65], zeros[:1])])
     assert opened.mtp.seq_pos_max(1) is None
 
 
@@ -173,6 +184,11 @@ def test_hidden_states_exist_only_if_they_are_kept_and_only_after_a_decode() -> 
             context.decode(batch)
             with pytest.raises(LlamaCallError, match="no hidden states"):
                 context.hidden_states()
+    with (
+        Model(make_model.ensure("tiny-llama", "F16"), n_gpu_layers=0) as model,
+        pytest.raises(ContextError, match="no hidden states for llama"),
+    ):
+        Context(model, n_ctx=256, keeps_hidden=True)
 
 
 def test_hidden_states_change_no_logit() -> None:
@@ -190,3 +206,34 @@ def test_a_library_without_these_functions_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ext, "GET_EMBEDDINGS_NEXTN", "_Z26llama_get_embeddings_nextnv")
     with pytest.raises(LibraryError, match="no functions for hidden states"):
         ext.HiddenStates(library().path)
+
+
+def test_without_batches_of_hidden_states_the_context_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lib, freed = library(), list[object]()
+
+    def absent(*_: object) -> None:
+        raise LibraryError("no function llama_batch_ext_init")
+
+    def free(pointer: object) -> None:
+        freed.append(pointer)
+        usual(pointer)
+
+    usual = lib.llama_free
+    monkeypatch.setattr(lib, "llama_batch_ext_init", absent)
+    monkeypatch.setattr(lib, "llama_free", free)
+    with Model(make_model.ensure("tiny-mtp", "F16"), n_gpu_layers=0, load_mtp=True) as model:
+        with pytest.raises(LibraryError):
+            MtpContext(model, n_ctx=256)
+        assert len(freed) == 1
+
+
+def plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name))
+
+
+def test_the_architectures_are_those_of_llama_cpp(llama_cpp_source: Path) -> None:
+    sources = (llama_cpp_source / "src" / "models").glob("*.cpp")
+    found = {plain(file.stem) for file in sources if "GRAPH_TYPE_DECODER_MTP" in file.read_text()}
+    assert {plain(name) for name in ext.ARCHITECTURES} == found

@@ -44,7 +44,7 @@ from cllm.engine.llama.encoder import (
 )
 from cllm.engine.llama.fingerprint import fingerprint, state_key
 from cllm.engine.llama.fit import check_placement, fitted
-from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix, model_parts
+from cllm.engine.llama.gguf_header import has_plain_matrix, has_tiled_matrix
 from cllm.engine.llama.lora_file import check_lora_file
 from cllm.engine.llama.loras import LlamaLoras
 from cllm.engine.llama.media_encoder import LlamaMediaEncoder
@@ -109,7 +109,7 @@ class LlamaBackend:
         config = self._config
         template = config.read_chat_template()  # before a file is loaded for minutes
         if self._generates and config.uses_mtp:
-            check_mtp_file(config.model_path, model_parts(config.model_path))
+            check_mtp_file(config.model_path)
         endpoints = rpc.find_servers(config.rpc, lambda: self._is_stopping)
         self.preflight.run()
         if self._generates:
@@ -365,12 +365,13 @@ class LlamaBackend:
         if config.speculation is None:
             return None
         if not (kv_cache.has_pos_min or kv_cache.n_rollback):
-            logger.warning("no draft model is used: the model's memory cannot remove wrong drafts")
+            logger.warning("there are no drafts: the model's memory cannot remove wrong ones")
             return None
         if path is None:
             context = make_mtp_context(model, config, kv_cache.n_cells, kv_cache.n_seq_ids)
             decoder.follower = follower = MtpDrafter(context)
             owned.callback(follower.close)
+            follower.warm_up()
             return follower
         drafts = self._open_model(
             path, owned, is_main=False

@@ -275,13 +275,7 @@ def make_context(model: Model, config: EngineConfig, states: States = NO_STATES)
         offload_kqv=config.kv_offload,
         op_offload=config.op_offload,
         poll=config.poll,
-        rope_scaling=config.rope_scaling,
-        rope_freq_base=config.rope_freq_base,
-        rope_freq_scale=config.rope_freq_scale,
-        yarn_ext_factor=config.yarn_ext_factor,
-        yarn_attn_factor=config.yarn_attn_factor,
-        yarn_beta_fast=config.yarn_beta_fast,
-        yarn_beta_slow=config.yarn_beta_slow,
-        yarn_orig_ctx=config.yarn_orig_ctx,
-        keeps_hidden=config.uses_mtp,
+        # Memory that removes no rows of wrong drafts has none.
+        keeps_hidden=config.uses_mtp and not (states.n_bytes and not n_drafts),
+        **config.rope,
     )

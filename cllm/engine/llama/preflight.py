@@ -29,7 +29,7 @@ from cllm.engine.child_process import (
     how_ended,
     read_until,
 )
-from cllm.engine.config import UNSEEN, EngineConfig
+from cllm.engine.config import MTP, UNSEEN, EngineConfig
 from cllm.engine.llama import preflight_cache
 from cllm.engine.llama.gguf_header import model_parts
 from cllm.errors import ClosedError, ModelLoadError
@@ -80,7 +80,9 @@ class Preflight:
         if not config.preflight:
             return
         _, record = find_library()
-        build = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+        # A layer for multi-token prediction is other code of llama.cpp.
+        tried = json.dumps(record, sort_keys=True) + MTP * config.uses_mtp
+        build = hashlib.sha256(tried.encode()).hexdigest()[:16]
         try:
             files = [*model_files(config), *other_files(config)]
             self._files = preflight_cache.fingerprints(files, build)

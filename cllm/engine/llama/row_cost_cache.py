@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from cllm.engine.cache_directory import keep_cached, read_cached
-from cllm.engine.config import EngineConfig
+from cllm.engine.config import MTP, EngineConfig
 from cllm.engine.core.row_cost import N_ROWS_MAX
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
@@ -21,7 +21,9 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def table_key(fingerprint: str, config: EngineConfig) -> str:
     """Return the key of a table: the model with its settings, and the machine."""
-    values = (fingerprint, cpu_name(), config.compute_threads, config.n_gpu_layers)
+    # With multi-token prediction, a decode computes rows of its layer too.
+    kind = MTP if config.uses_mtp else ""
+    values = (fingerprint, cpu_name(), config.compute_threads, config.n_gpu_layers, kind)
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""StepDrafter: what drafters share that compute one draft of each sequence in a step.
+"""StepDrafter: base class of drafters that compute one draft of each sequence in a step.
 
 A draft is a guess that the model checks.  An error while drafting costs speed and changes no answer.
 """

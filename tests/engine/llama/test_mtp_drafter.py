@@ -8,7 +8,6 @@ from typing import cast
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from cllm.bindings import Context, Model, MtpContext, MtpRows
 from cllm.engine.config import EngineConfig
@@ -17,7 +16,7 @@ from cllm.engine.core.decoder import MediaRows
 from cllm.engine.core.speculation import Drafts
 from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.llama.mtp_drafter import N_WAITING, MtpDrafter, check_mtp_file
-from cllm.errors import DecodeFailedError, ModelLoadError
+from cllm.errors import DecodeFailedError, ModelLoadError, NoKVSlotError
 from tools import make_model
 
 TEXT = [65 + n % 23 for n in range(40)]
@@ -30,7 +29,7 @@ class Slot:
 
 
 class Running:
-    """What the drafter reads of a sequence: its seq_id and its tokens."""
+    """A sequence, as far as the drafter reads it: its seq_id and its tokens."""
 
     spans = ()
 
@@ -73,7 +72,7 @@ class Layer:
         self.decoder.close()
 
 
-@pytest.fixture(params=["tiny-mtp", "tiny-qwen35-mtp"])
+@pytest.fixture(params=["tiny-mtp", "tiny-qwen35-mtp", "tiny-step35-mtp"])
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
     path = make_model.ensure(request.param, "F16")
     with Model(path, n_gpu_layers=0, load_mtp=True) as opened:
@@ -196,33 +195,82 @@ def test_many_waiting_rows_are_computed_in_batches_that_fit(
 def test_an_error_of_the_layer_ends_drafts_and_nothing_else(
     layer: Layer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def failing(_runs: Sequence[MtpRows]) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
+    def failing(_runs: Sequence[MtpRows]) -> None:
         raise DecodeFailedError("llama_decode", -3, "fatal error")
 
-    layer.compute(0, TEXT[:10], 0)
-    monkeypatch.setattr(layer.context, "decode", failing)
+    layer.compute(0, TEXT[:-1], 0)
+    monkeypatch.setattr(layer.context, "compute", failing)
     with caplog.at_level(logging.WARNING, "cllm.engine"):
-        layer.compute(0, TEXT[10:-1], 10)
+        layer.compute(1, TEXT[:-1], 0)
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "multi-token prediction failed and is not used any more"
     ]
     sequence = cast("core.Sequence", Running(0, TEXT))
     assert layer.drafter.expect(sequence, 4) == []
     assert layer.drafts((0, TEXT)) == [()]
-    layer.decoder.seq_cp(0, 1)
+    layer.decoder.seq_cp(0, 2)
     assert layer.decoder.seq_rm(0)
+
+
+def test_full_cells_are_emptied_and_drafts_begin_again(
+    layer: Layer, usual: list[Drafts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_runs: Sequence[MtpRows]) -> None:
+        raise NoKVSlotError("llama_decode", 1, "no room in the KV cache")
+
+    layer.compute(1, TEXT[:20], 0)
+    layer.compute(0, TEXT[:-1], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.context, "compute", full)
+        assert layer.drafts((0, TEXT)) == [()]
+    assert not layer.drafter.is_broken
+    assert layer.drafts((1, TEXT[:21])) == [()]
+    assert layer.decoder.seq_rm(0)
+    layer.compute(0, TEXT[:-1], 0)
+    assert layer.drafts((0, TEXT)) == usual
+
+
+def test_copies_share_rows_that_waited(layer: Layer) -> None:
+    layer.compute(0, TEXT[:30], 0)
+    for n in range(200):  # more cells than there are, if each copy had its own
+        layer.decoder.seq_rm(1 + n % 2)
+        layer.decoder.seq_cp(0, 1 + n % 2)
+        layer.drafts((1 + n % 2, TEXT[:31]), n=1)
+    assert layer.drafts((0, TEXT[:31]))[0] == layer.drafts((1, TEXT[:31]))[0] != ()
+
+
+def test_no_view_keeps_the_rows_of_a_prompt(layer: Layer) -> None:
+    layer.compute(0, TEXT[:-1], 0)
+    layer.decoder.seq_cp(0, 1)
+    layer.drafts((0, TEXT))
+    for held in layer.drafter._held.values():
+        assert held.hidden.base is None
+        assert len(held.hidden) == 1 + len(held.tokens)
+
+
+def test_rows_that_may_be_wrong_wait_until_they_are_known(
+    layer: Layer, usual: list[Drafts]
+) -> None:
+    """Without their hidden states, the row behind them would be computed from zeros."""
+    layer.compute(0, TEXT[:20], 0)
+    layer.decoder.clear()
+    layer.decoder.add(0, [*TEXT[20:22], 97, 98, 99], 20, n_outputs=4)
+    layer.compute(1, TEXT[:N_BATCH], 0)
+    layer.decoder.clear()
+    layer.decoder.add(0, [*TEXT[20:22], 97, 98, 99], 20, n_outputs=4)
+    layer.decoder.decode()
+    assert layer.decoder.seq_rm(0, 22)
+    layer.compute(0, TEXT[22:-1], 22)
+    assert layer.drafts((0, TEXT)) == usual
 
 
 def test_a_file_without_the_layer_is_rejected_before_it_is_loaded() -> None:
     for name in ("tiny-llama", "tiny-qwen35"):
         path = make_model.ensure(name, "F16")
-        with pytest.raises(ModelLoadError, match="no layer for multi-token prediction"):
-            check_mtp_file(path, [path])
+        with pytest.raises(ModelLoadError, match="speculation is 'mtp', but"):
+            check_mtp_file(path)
     path = make_model.ensure("tiny-mtp", "F16")
-    check_mtp_file(path, [path])
-    with pytest.raises(ModelLoadError, match="no layer for multi-token prediction"):
-        check_mtp_file(path, [make_model.ensure("tiny-llama", "F16")])
-    missing = path.with_name("missing.gguf")
+    check_mtp_file(path)
     with pytest.raises(ModelLoadError, match="No such file"):
-        check_mtp_file(missing, [missing])
+        check_mtp_file(path.with_name("missing.gguf"))
     assert EngineConfig(speculation="mtp").draft_model is None
