@@ -85,6 +85,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("cllm.server.bodies.schemas", ("cllm", "cllm.checks", "cllm.server")),
     ("cllm.server.http.api_keys", ("cllm", "cllm.checks", "cllm.server", "cllm.settings")),
+    ("cllm.server.operation.pulls", ("cllm", "cllm.hub", "cllm.server")),
     ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.media_parts")),
     (
         "cllm.server.routes.messages",
@@ -105,6 +106,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.engine.config",
             "cllm.engine.llama.memory",
             "cllm.engine.llama.gguf_header",
+            "cllm.engine.llama.mtp_drafter",
             "cllm.engine.llama.preflight",
         ),
     ),

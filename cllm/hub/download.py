@@ -104,8 +104,49 @@ def pull_model(model: ModelName) -> list[Path]:
     ------
     DownloadError
     """
-    with _download_errors(model):
-        return _downloaded(model, _files_of(model, choose_files))
+    return Download(model).run()
+
+
+class Download:
+    """Files of a model, as the hub lists them now.  The calls block.
+
+    Attributes
+    ----------
+    n_bytes : int
+        Size of all files.
+
+    Raises
+    ------
+    DownloadError
+        The hub cannot be asked, or has no such model.
+    """
+
+    def __init__(self, model: ModelName) -> None:
+        self._model = model
+        with _download_errors(model):
+            self._files = _files_of(model, choose_files)
+        self.n_bytes: int = sum(file.n_bytes for file in self._files)
+
+    def run(self) -> list[Path]:
+        """Return the files; missing and outdated ones are downloaded.
+
+        Raises
+        ------
+        DownloadError
+        """
+        with _download_errors(self._model):
+            return _downloaded(self._model, self._files)
+
+    @property
+    def n_bytes_here(self) -> int:
+        """Bytes that the cache has of these files; any thread, also during `run`."""
+        directory = _blobs(self._model)
+        return sum(
+            file.n_bytes
+            if (directory / file.sha256).exists()
+            else _size(directory / f"{file.sha256}{INCOMPLETE}")
+            for file in self._files
+        )
 
 
 def _downloaded(model: ModelName, files: list[_File]) -> list[Path]:
@@ -266,7 +307,10 @@ def _blobs(model: ModelName) -> Path:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _reason(error: Exception) -> str:

@@ -57,7 +57,7 @@ class ServerConfig:
     api_keys : str, optional
         TOML file with a table of `key` and limits for each client; read again when it changes.
     admin_key : str, optional
-        Key of `POST /admin/reload`; without one, there is no such route.
+        Key of `POST /admin/reload` and `POST /api/pull`; without one, there are no such routes.
     model_name : str, optional
         Name of the model for clients; by default that of the file.
     image_hosts : tuple of str

@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -25,6 +26,10 @@ from cllm.server.operation.metrics import Metrics
 logger: logging.Logger = logging.getLogger("cllm.server")
 
 ALL_LAYERS = 1000  # more than any model has
+# Defaults of the settings that belong to one model.
+OF_ONE_MODEL: dict[str, Any] = {
+    "mmproj": None, "lora": (), "speculation": "auto", "embedding_model": None, "chat_template": None,
+}  # fmt: skip
 
 
 class PooledModel:
@@ -147,6 +152,8 @@ class ModelPool:
         make_engine: Callable[[EngineConfig], Engine],
     ) -> None:
         self._config = config
+        self._make_engine = make_engine
+        self._settings = next(iter(models.values()))
         self.models: dict[str, PooledModel] = {
             name: PooledModel(name, engine, config.of_model(name), make_engine)
             for name, engine in models.items()
@@ -156,6 +163,13 @@ class ModelPool:
         self._tasks: TaskGroup | None = None
         self._loading = anyio.Lock()
         self._used = anyio.Event()
+
+    def add(self, name: str) -> None:
+        """Add a model under its name, with the settings of the first one; does nothing if there is one."""
+        if name not in self.models:
+            engine = replace(self._settings, model=name, **OF_ONE_MODEL)
+            config = self._config.of_model(name)
+            self.models[name] = PooledModel(name, engine, config, self._make_engine)
 
     def stop(self) -> None:
         """Reject new requests, and let the present ones finish."""

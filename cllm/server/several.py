@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 from fastapi import FastAPI
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
@@ -20,7 +20,7 @@ from cllm.server.app import add_guards
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
 from cllm.server.http.body import parsed
-from cllm.server.http.limits import ADMIN_PATH, HeadAsGet, is_open, with_known_path
+from cllm.server.http.limits import ADMIN_PATHS, HeadAsGet, is_open, with_known_path
 from cllm.server.http.problems import (
     Problem,
     answer_problem,
@@ -29,6 +29,7 @@ from cllm.server.http.problems import (
     unavailable,
 )
 from cllm.server.model_pool import ModelPool, PooledModel
+from cllm.server.operation.pulls import Pulls
 from cllm.server.routes import ollama
 from cllm.server.routes.openai import architecture_of
 from cllm.server.routes.transcriptions import FORM_TYPE
@@ -66,6 +67,7 @@ def create_models_app(
 
     app = FastAPI(title="cllm", version=__version__, openapi_url=None, lifespan=lifespan)
     app.state.server = pool
+    pulls = Pulls(pool.add)
     started_at = int(time.time())
 
     @app.get("/v1/models")
@@ -91,6 +93,10 @@ def create_models_app(
     async def ps() -> dict[str, Any]:
         loaded = [each for each in pool.models.values() if each.is_loaded]
         return {"models": [ollama.running(each.name, _info_of(each)) for each in loaded]}
+
+    @app.post("/api/pull")
+    async def pull(body: ollama.OllamaPullBody) -> Response:
+        return ollama.pulled(pulls, body)
 
     @app.get("/v1/health")
     @app.get("/healthz")
@@ -126,7 +132,7 @@ class _Front:
             if path == "/api/show" and not model.is_loaded:  # clients ask for all models
                 await JSONResponse(ollama.UNLOADED)(scope, receive, send)
                 return
-            if (scope["method"] != "POST" or path == ADMIN_PATH) and not model.is_loaded:
+            if (scope["method"] != "POST" or path in ADMIN_PATHS) and not model.is_loaded:
                 # A GET loads nothing: a page of another site can cause one that has no Origin.
                 raise unavailable(
                     f"the model {model.name!r} is not loaded: a request for an answer loads it, a GET does not"

@@ -20,6 +20,7 @@ from cllm.server.http.fetching import ImageFetcher, Network
 from cllm.server.http.problems import shutting_down, too_many_messages, unavailable
 from cllm.server.operation.latest_frame import LatestFrame
 from cllm.server.operation.metrics import Metrics
+from cllm.server.operation.pulls import Pulls
 from cllm.server.operation.tracing import Tracing
 from cllm.server.operation.usage import Access
 
@@ -52,6 +53,7 @@ class ServerState:
         self.config = config
         self.metrics: Metrics = Metrics()
         self.tracing: Tracing = Tracing(config.otlp_traces_endpoint)
+        self.pulls: Pulls = Pulls()
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
         self.started_at: int = int(time.time())
@@ -82,8 +84,8 @@ class ServerState:
         finally:
             self._ids.discard(unique)
 
-    async def reload(self) -> float:
-        """Read the model again beside the present one, and return the seconds that it took.
+    async def reload(self, model: str | None = None) -> float:
+        """Load a model beside the present one, and return the seconds that it took; None: the present one again.
 
         Requests that run finish with the old model; new ones use the new one.
 
@@ -95,7 +97,7 @@ class ServerState:
             As `Engine.reload` raises them; the present model goes on.
         """
         started_at = time.monotonic()
-        await self.serving.reload()
+        await self.serving.reload(model)
         seconds = time.monotonic() - started_at
         logger.info("reloaded %s in %.1f s", self.serving.config.model_path.name, seconds)
         return seconds

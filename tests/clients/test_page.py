@@ -416,7 +416,7 @@ def test_the_view_of_the_engine_shows_images(page: Page, base_url: str) -> None:
 
 # --- Accessibility ----------------------------------------------------------------------------------
 AXE = Path(sys.prefix) / "agents/node_modules/axe-core/axe.min.js"
-VIEWS = ["empty", "chat", "settings", "engine", "about"]
+VIEWS = ["empty", "chat", "settings", "engine", "models", "about"]
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: node, make test-clients")
@@ -437,12 +437,15 @@ def test_axe_finds_nothing_in_any_view(
             say(page, "Hi")
             expect(page.locator(".facts")).not_to_be_empty()
             page.locator(".message summary").first.click()
-        if view == "settings":
+        if view in ("settings", "models"):
             if width < 720:
                 page.get_by_role("button", name="Chats and settings").click()
             page.get_by_text("Settings", exact=True).click()
         if view == "engine":
             expect(page.locator("#numbers div")).not_to_have_count(0)
+        if view == "models":
+            page.get_by_role("button", name="Models …").click()
+            expect(page.get_by_role("dialog").get_by_role("listitem")).not_to_have_count(0)
         if view == "about":
             page.get_by_role("button", name="About").click()
             expect(page.locator("#licences")).to_contain_text("MIT")

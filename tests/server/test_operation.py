@@ -159,7 +159,7 @@ def test_the_documentation_names_every_route_and_sampling_field(client: httpx.Cl
         "/v1/embeddings", "/embedding", "/v1/rerank", "/classify", "/lora-adapters",
         "/slots/{seq_id}", "/generate/score", "/completion", "/infill", "/v1/audio/transcriptions",
         "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/version", "/api/tags", "/api/ps",
-        "/api/show", "/admin/reload",
+        "/api/show", "/api/pull", "/admin/reload",
     }  # fmt: skip
     for path in document["paths"].values():
         for operation in path.values():

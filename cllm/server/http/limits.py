@@ -27,7 +27,7 @@ PAGE_URL = "/page"
 # Documentation is no secret, and a browser cannot send a key with its first request.
 FILES = frozenset(("/", "/docs", "/openapi.json"))
 FOLDERS = (STATIC_URL + "/", PAGE_URL + "/")
-ADMIN_PATH = "/admin/reload"  # has a key of its own
+ADMIN_PATHS = frozenset(("/admin/reload", "/api/pull"))  # have a key of their own
 OPEN_PATHS = frozenset(("/health", "/v1/health", "/healthz", "/readyz", "/livez"))
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADER, HEADER_OF_ANTHROPIC = "x-request-id", "request-id"
@@ -112,9 +112,9 @@ class Limits:
             message = f"origin: {origin[:80]!r} may not use this server; see --cors-origin"
             raise Problem(403, message, param="origin")
         path = route_path(scope)
-        if path == ADMIN_PATH:
+        if path in ADMIN_PATHS:
             if (admin_key := self._config.admin_key) is None:
-                raise Problem(404, "there is no --admin-key, and so no reload over HTTP")
+                raise Problem(404, f"there is no --admin-key, and so no {path}")
             check_key(headers, admin_key.encode(), "admin key")
         elif self._config.needs_key and not is_open(path):
             key = None if self._keys is None else self._keys.find(_token_of(headers))

@@ -1,6 +1,7 @@
 // The engine as it runs: numbers, KV cache, ticks, sequences.
 
 import { cellsOf, drawCells, drawLanes, drawTicks } from "./drawings.js";
+import { watched } from "./models.js";
 import { element, node } from "./node.js";
 import { download, tell } from "./notes.js";
 import { NoKeyError, ask, errorOf, eventsOf } from "./server.js";
@@ -38,7 +39,7 @@ export function watchEngine() {
 async function watch(signal) {
   while (!signal.aborted) {
     try {
-      const response = await ask("live", { signal });
+      const response = await ask(`live${watched()}`, { signal });
       if (!response.ok) throw new Error(await errorOf(response));
       view = new View();
       for await (const frame of eventsOf(response)) view.take(frame);

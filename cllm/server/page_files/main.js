@@ -3,6 +3,7 @@
 import { openChatOf, setModel, startChat } from "./chat.js";
 import { startEngine, watchEngine } from "./engine.js";
 import { takeKinds } from "./files.js";
+import { showModels, startModels } from "./models.js";
 import { element } from "./node.js";
 import { tell } from "./notes.js";
 import { ask, onGone } from "./server.js";
@@ -75,15 +76,20 @@ async function ready() {
 async function connect() {
   const health = await ready();
   element("model").textContent = health.model ?? "";
-  const names = Object.keys(health.models ?? {});
-  const chosen = element("model-name").value;
-  element("model-name").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
-  element("model-choice").hidden = !names.length;
+  showModels(health);
   // With several models, the server rejects files for one that takes none.
-  takeKinds(["image", "audio"].filter((kind) => names.length || health.modalities?.includes(kind)));
+  takeKinds(["image", "audio"].filter((kind) => health.models || health.modalities?.includes(kind)));
   setModel(health);
 }
 
+/** Watch another model. */
+function watchAnew() {
+  stopWatching?.();
+  stopWatching = null;
+  look();
+}
+
+startModels(connect, watchAnew);
 let connecting = connect();
 onGone(() => {
   connecting ??= connect().finally(() => (connecting = null));

@@ -74,6 +74,17 @@ export async function errorOf(response) {
 
 /** Yield the data of the events of an answer, as they come. */
 export async function* eventsOf(response) {
+  for await (const event of partsOf(response, "\n\n")) {
+    if (event.startsWith("data: ") && event !== "data: [DONE]") yield JSON.parse(event.slice(6));
+  }
+}
+
+/** Yield the lines of an answer, which are JSON, as they come. */
+export async function* linesOf(response) {
+  for await (const line of partsOf(response, "\n")) yield JSON.parse(line);
+}
+
+async function* partsOf(response, end) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
@@ -87,10 +98,8 @@ export async function* eventsOf(response) {
     }
     if (piece.done) return;
     text += piece.value;
-    const events = text.split("\n\n");
-    text = events.pop();
-    for (const event of events) {
-      if (event.startsWith("data: ") && event !== "data: [DONE]") yield JSON.parse(event.slice(6));
-    }
+    const parts = text.split(end);
+    text = parts.pop();
+    yield* parts;
   }
 }

@@ -1,5 +1,6 @@
 // What a chat shows before its first message: what this model can do, and how another is loaded.
 
+import { openModels } from "./models.js";
 import { node } from "./node.js";
 
 const TINY = "cllm-tiny"; // the model in the package
@@ -29,6 +30,7 @@ export function welcome({ model, modalities = [] }, isForgetful, ask, attach) {
       ...modalities.filter((kind) => kind in WITH).map((kind) => chip(WITH[kind], () => attach(WITH[kind]))),
     ),
     node("p", { class: "soft" }, "Another model: ", node("code", {}, "cllm serve -m FILE.gguf"), " or ", node("code", {}, "cllm serve hf:OWNER/REPOSITORY:Q4_K_M"), "."),
+    node("p", { class: "chips" }, chip("Download another …", openModels)),
     node("p", { class: "soft" }, isForgetful ? "This browser keeps no chats: they end with this tab." : "Chats stay in this browser."),
   );
 }

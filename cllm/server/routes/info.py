@@ -11,13 +11,22 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from cllm import EngineStatus, SamplingParams, __version__
-from cllm.server.bodies.fields import MEDIA_MARKER
+from cllm.server.bodies.fields import MEDIA_MARKER, Text
+from cllm.server.bodies.schemas import Body
 from cllm.server.http.problems import RETRY_AFTER_S, Problem
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of, visible_slots
 
 router: APIRouter = APIRouter(tags=["operation"])
+
+
+class ReloadBody(Body):
+    """`POST /admin/reload`: another model, by file or name; without one, the present model again."""
+
+    model: Text | None = None
+
+
 DEAD = (EngineStatus.FAILED, EngineStatus.CLOSED)
 
 
@@ -71,14 +80,15 @@ def _health(request: Request) -> dict[str, Any]:
 
 
 @router.post("/admin/reload", summary="Read the model again, without a gap")
-async def reload(request: Request) -> dict[str, Any]:
-    """Load the model's file beside the present model, and use it for new requests.
+async def reload(request: Request, body: ReloadBody | None = None) -> dict[str, Any]:
+    """Load the model's file, or another model, beside the present model, and use it for new requests.
 
     The middleware `Limits` has checked the admin key.
     """
     state = state_of(request)
     try:
-        seconds = await state.reload()
+        model = None if body is None else body.model
+        seconds = await state.reload(None if model == state.model_name else model)
     except anyio.BusyResourceError:
         raise Problem(409, "the model is being reloaded") from None
     return {"model": state.model_name, "seconds": round(seconds, 3)}

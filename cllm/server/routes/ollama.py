@@ -47,6 +47,7 @@ from cllm.server.bodies.schemas import HARMLESS, Body, Queued, lenient, sampling
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import Event, Reply, Writer
+from cllm.server.operation.pulls import Pulls
 from cllm.server.routes.embeddings import N_NUMBERS_FEW, field_of_client, several_texts
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
@@ -131,6 +132,16 @@ class OllamaEmbeddingsBody(_OllamaFields):
     """`POST /api/embeddings`."""
 
     prompt: Text = ""
+
+
+class OllamaPullBody(Body):
+    """`POST /api/pull`."""
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"insecure"}
+
+    model: Text | None = None
+    name: Text | None = None
+    stream: Flag = True
 
 
 class OllamaShowBody(Body):
@@ -453,6 +464,30 @@ async def ps(request: Request) -> dict[str, Any]:
     """Return the model in a list."""
     state = state_of(request)
     return {"models": [running(state.model_name, state.serving.model)]}
+
+
+@router.post("/pull", summary="Download a model, as Ollama does")
+async def pull(body: OllamaPullBody, request: Request) -> Response:
+    """Download a model of the hub.  The middleware `Limits` has checked the admin key."""
+    return pulled(state_of(request).pulls, body)
+
+
+def pulled(pulls: Pulls, body: OllamaPullBody) -> Response:
+    """Return the answer to `/api/pull`: lines with the progress, or one line at the end."""
+    if (name := body.model or body.name) is None:
+        raise invalid("model", "missing")
+
+    async def produce(writer: Writer) -> None:
+        report: dict[str, Any] = {}
+        async for report in pulls.reports(name):
+            if body.stream:
+                await writer.event(report)
+        if body.stream:
+            await writer.close()
+        else:
+            await writer.json(lambda: report)
+
+    return Reply(produce, has_lines=True)
 
 
 @router.post("/show", summary="The properties of the model, as Ollama has them")

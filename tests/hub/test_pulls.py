@@ -1,0 +1,174 @@
+"""`POST /api/pull`: a server downloads a model while it runs, for the operator alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from cllm import Engine, EngineConfig
+from cllm.engine.config import EMBEDDED_MODEL
+from cllm.hub.cache import cached_files
+from cllm.hub.names import parse_name
+from cllm.server.app import create_app
+from cllm.server.config import ServerConfig
+from cllm.server.several import create_models_app
+from cllm.testing import FakeEngine
+from tests.conftest import QUIET
+from tests.hub.fake_hub import REPO, FakeHub
+
+pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
+
+NAME = f"hf:{REPO}:Q4_K_M"
+ADMIN = {"authorization": "Bearer boss"}
+CONFIG = ServerConfig(admin_key="boss")
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client,
+    ):
+        while (await client.get("/health")).status_code != 200:
+            await anyio.sleep(0.02)
+        yield client
+
+
+def fake(_: EngineConfig) -> Engine:
+    return FakeEngine(lambda _prompt: "yes")
+
+
+@asynccontextmanager
+async def served(config: ServerConfig = CONFIG) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(create_app(EngineConfig(), config, make_engine=fake)) as client:
+        yield client
+
+
+async def pull(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/api/pull", json=body, headers=ADMIN)
+
+
+def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+@pytest.mark.parametrize("name", [NAME, f"hf.co/{REPO}:Q4_K_M", f"hf:{REPO}:Q8_0"])
+async def test_a_pull_reports_its_progress_and_ends_with_the_files_here(
+    hub: FakeHub, name: str
+) -> None:
+    async with served() as client:
+        first, *middle, last = lines_of(await pull(client, model=name))
+        assert (first, last) == ({"status": "pulling manifest"}, {"status": "success"})
+        model = parse_name(name.replace("hf.co/", "hf:"))
+        files = cached_files(model)
+        assert files
+        for report in middle:
+            assert report["status"] == f"pulling {model}"
+            assert report["total"] == sum(file.stat().st_size for file in files)
+            assert 0 <= report["completed"] <= report["total"]
+        # What is here is not downloaded again.
+        n_sent = hub.n_sent.total()
+        assert (await pull(client, name=name, stream=False)).json() == {"status": "success"}
+        assert hub.n_sent.total() == n_sent
+
+
+async def test_only_the_admin_key_downloads(hub: FakeHub) -> None:
+    async with served(ServerConfig(admin_key="boss", api_key="guest")) as client:
+        for headers in ({}, {"authorization": "Bearer guest"}):
+            response = await client.post("/api/pull", json={"model": NAME}, headers=headers)
+            assert response.status_code == 401
+    async with served(ServerConfig()) as client:
+        response = await pull(client, model=NAME)
+        assert response.status_code == 404
+        assert "no --admin-key" in response.text
+    assert not hub.asked
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"model": "llama3.2"}, 400, "model: "),
+        ({"model": "hf:../../etc"}, 400, "model: "),
+        ({}, 400, "model: missing"),
+        ({"model": NAME, "modle": 1}, 400, "did you mean model?"),
+    ],
+)
+async def test_what_is_no_name_is_rejected_before_the_hub_is_asked(
+    hub: FakeHub, body: dict[str, Any], status: int, said: str
+) -> None:
+    async with served() as client:
+        response = await pull(client, **body)
+        assert response.status_code == status
+        assert said in response.text
+    assert not hub.asked
+
+
+async def test_a_failed_download_is_the_last_line(hub: FakeHub) -> None:
+    hub.statuses = [(404, "RepoNotFound")] * 2
+    async with served() as client:
+        *_, last = lines_of(await pull(client, model=NAME))
+        assert "no such repository" in last["error"]
+        response = await pull(client, model=NAME, stream=False)
+        assert response.status_code == 502
+        assert "no such repository" in response.text
+        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+
+
+async def test_one_model_is_downloaded_at_a_time_and_its_download_outlives_its_client(
+    hub: FakeHub,
+) -> None:
+    hub.stops_after = 1000
+    async with served() as client:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: pull(client, model=NAME))
+            await anyio.to_thread.run_sync(hub.has_stopped.wait, 30)
+            other = await pull(client, model=f"hf:{REPO}:Q8_0", stream=False)
+            assert other.status_code == 409
+            assert NAME in other.text
+            tasks.cancel_scope.cancel()  # the client leaves
+        hub.stops_after = None
+        hub.goes_on.set()
+        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+        assert cached_files(parse_name(NAME))
+
+
+async def test_of_several_models_the_downloaded_one_is_one_more(hub: FakeHub) -> None:
+    app = create_models_app({"a": EngineConfig(), "b": EngineConfig()}, CONFIG, make_engine=fake)
+    async with client_of(app) as client:
+        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["a", "b", NAME]
+        body = {"model": NAME, "messages": [{"role": "user", "content": "?"}]}
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        assert answer["model"] == NAME
+        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+        assert len((await client.get("/v1/models")).json()["data"]) == 3
+
+
+async def test_the_model_of_a_server_is_replaced_by_one_that_was_downloaded(hub: FakeHub) -> None:
+    hub.files = {"tiny-Q8_0.gguf": EMBEDDED_MODEL.read_bytes()}
+    name = f"hf:{REPO}:Q8_0"
+    app = create_app(EngineConfig(n_ctx=512, **QUIET), CONFIG)
+    async with client_of(app) as client:
+        for body, expected in (
+            (None, "cllm-tiny"), ({"model": name}, "tiny-Q8_0"), ({"model": "tiny-Q8_0"}, "tiny-Q8_0"),
+        ):  # fmt: skip
+            response = await client.post("/admin/reload", json=body, headers=ADMIN)
+            assert response.status_code == 200, response.text
+            assert response.json()["model"] == expected
+            assert (await client.get("/health")).json()["model"] == expected
+        wrong = await client.post("/admin/reload", json={"model": "gone.gguf"}, headers=ADMIN)
+        assert wrong.status_code >= 400
+        asked = {"prompt": "1+1=", "temperature": 0}
+        assert (await client.post("/v1/completions", json=asked)).json()["choices"][0][
+            "text"
+        ] == "2"
