@@ -62,6 +62,24 @@ def answer_of(page: Page) -> Any:
 
 
 # --- Several chats ----------------------------------------------------------------------------------
+def test_a_message_that_is_sent_is_shown_wherever_the_reader_is(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    for number in range(12):
+        say(page, f"question {number}")
+        expect(page.locator(".facts")).to_have_count(number + 1)
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+    messages = page.locator("#messages")
+    messages.evaluate("(box) => { box.scrollTop = 0; }")
+    say(page, "the last question")
+    expect(page.get_by_text("the last question", exact=True).last).to_be_in_viewport()
+    expect(page.locator(".facts")).to_have_count(13)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    # While an answer comes, the reader may stay elsewhere.
+    messages.evaluate("(box) => { box.scrollTop = 0; }")
+    page.locator("#messages summary").first.click()
+    assert messages.evaluate("(box) => box.scrollTop") == 0
+
+
 def test_several_chats_answer_at_once_with_marks_in_the_list(page: Page, base_url: str) -> None:
     held: list[Route] = []
 

@@ -220,6 +220,7 @@ function send() {
 }
 
 function sendText(text) {
+  messages.showEnd();
   ask(add(current, lastOf(current)?.id ?? "", { role: "user", content: text, files: pickFiles() }));
 }
 

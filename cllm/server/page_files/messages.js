@@ -23,6 +23,7 @@ export class Messages {
     this.unfolded = new Set(); // ids of answers whose reasoning is open
     this.drawn = new Map(); // id: { element, key, fill }
     this.isDue = false;
+    this.wantsEnd = false;
     this.freeAt = 0;
     this.near = new IntersectionObserver((entries) => this.come(entries), { root: box, rootMargin: NEAR });
   }
@@ -49,9 +50,15 @@ export class Messages {
     setTimeout(() => requestAnimationFrame(draw), Math.max(0, this.freeAt - performance.now()));
   }
 
+  /** Show the end at the next drawing, wherever the reader is. */
+  showEnd() {
+    this.wantsEnd = true;
+  }
+
   draw() {
     const began = performance.now();
-    const isAtEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
+    const isAtEnd = this.wantsEnd || this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
+    this.wantsEnd = false;
     const focused = this.focused();
     const shown = rowsOf(this.chat);
     const elements = shown.map((row, index) => this.elementOf(row, shown.length - index <= N_AT_ONCE, index === shown.length - 1));
