@@ -23,6 +23,14 @@ from cllm.removed import replacement
 PREFIX = "CLLM_"
 NOT_FROM_SOURCES = ("--config", "--help", "-h")
 # Kubernetes sets PREFIX + "PORT" to tcp://ADDRESS:PORT in each pod beside a Service that is called cllm.
+OTHERS = (
+    "CLLM_API_KEY",
+    "CLLM_LIBRARY",
+    "CLLM_LOG_FORMAT",
+    "CLLM_LOG_LEVEL",
+    "CLLM_DEBUG",
+    "CLLM_AUDIT",
+)
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 # Both options name the model: the one from the source with precedence is used, the other ignored.
 RIVALS = {"model": "hf", "hf": "model"}
@@ -44,6 +52,8 @@ def config_file(variables: Mapping[str, str]) -> Any:
             return path
         of_file = {} if path is None else _of_file(context, path)
         of_environment = _of_environment(context, variables, os.environ)
+        for variable, meant in _misspelt(context.command, os.environ):
+            typer.echo(f"cllm: {variable} is not an option; did you mean {meant}?", err=True)
         for name in RIVALS.keys() & of_environment:
             of_file.pop(RIVALS[name], None)
         context.default_map = of_file | of_environment
@@ -110,6 +120,37 @@ def _of_environment(
             text = environment[variable]
             options[own_name] = partial(_value, context, parameter, variable, _split, text)
     return options
+
+
+def _misspelt(command: Any, environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return each variable that is probably a misspelt option, and the variable that was meant.
+
+    Others are for other commands or programs: a Kubernetes Service that is called cllm has a dozen.
+    """
+    known, found = _variables(command), []
+    for variable in sorted(environment):
+        if variable.startswith(PREFIX) and not (variable in known or variable in OTHERS):
+            name = variable.removeprefix(PREFIX)
+            meant = closest(name, (each.removeprefix(PREFIX) for each in known))
+            if meant is not None and abs(len(meant) - len(name)) <= 1:
+                found.append((variable, PREFIX + meant))
+    if not found:
+        return []
+    from cllm.cli.app import command_line  # imports all commands, so only after a mistake
+
+    commands = vars(typer.main.get_command(command_line()))["commands"].values()
+    everywhere = set().union(*map(_variables, commands))
+    return [each for each in found if each[0] not in everywhere]
+
+
+def _variables(command: Any) -> set[str]:
+    """Return the variables of a command's options."""
+    return {
+        PREFIX + name[2:].replace("-", "_").upper()
+        for parameter in command.params
+        for name in parameter.opts
+        if name.startswith("--")
+    }
 
 
 def _is_set(environment: Mapping[str, str], variable: str) -> bool:

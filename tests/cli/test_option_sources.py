@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from cllm import EngineConfig
+from cllm.cli import option_sources
 from cllm.cli.app import command_line, run
 from cllm.server import serving
 from cllm.server.config import ServerConfig
@@ -195,3 +196,30 @@ def test_models_with_names_are_served_side_by_side(
         patch.setattr(sys, "argv", ["cllm", "generate", "1+1=", "-m", "a", "-m", "b"])
         assert run() == 2
     assert "give one model, not 2" in capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    others = ("CLLM_SERVICE_HOST", "CLLM_PORT_8000_TCP_ADDR", "CLLM_SOMETHING_ELSE", "N_CTXX")
+    for variable in (*others, "CLLM_N_CTXX", "CLLM_N_SEQ_MAXX"):
+        monkeypatch.setenv(variable, "512")
+    monkeypatch.setenv("CLLM_N_SEQ_MAX", "3")
+    assert serve() == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "cllm: CLLM_N_CTXX is not an option; did you mean CLLM_N_CTX?",
+        "cllm: CLLM_N_SEQ_MAXX is not an option; did you mean CLLM_N_SEQ_MAX?",
+    ]
+    ((engine, _),) = served
+    assert (engine.n_ctx, engine.n_seq_max) == ("auto", 3)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_variables_of_one_command_are_no_misspelt_ones_of_another(command: str) -> None:
+    commands = typer.main.get_command(command_line()).commands  # type: ignore[attr-defined]
+    everywhere = {
+        variable: "1" for each in commands.values() for variable in option_sources._variables(each)
+    } | dict.fromkeys(option_sources.OTHERS, "1")
+    assert option_sources._misspelt(commands[command], everywhere) == []

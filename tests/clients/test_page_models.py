@@ -17,8 +17,8 @@ from playwright.sync_api import Page, Route, expect
 from tests.clients.conftest import say
 
 NAME = "hf:owner/model:Q4_K_M"
-MODELS = {"status": "ok", "models": {"small": "loaded", "large": "unloaded"}}
-DONE = [
+MODELS = {"small": "loaded", "large": "unloaded"}
+DONE: list[dict[str, Any]] = [
     {"status": "pulling manifest"},
     {"status": f"pulling {NAME}", "total": 2_000_000, "completed": 500_000},
     {"status": "success"},
@@ -126,7 +126,7 @@ def test_a_download_that_fails_says_why_and_can_be_tried_again(
 
 
 def test_of_several_models_the_downloaded_one_is_chosen(page: Page, base_url: str) -> None:
-    models = dict(MODELS["models"])  # type: ignore[call-overload]
+    models = dict(MODELS)
     page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "models": models}))
     asked = pulls(page, *DONE)
     dialog = opened(page, base_url)
@@ -142,7 +142,7 @@ def test_of_several_models_the_downloaded_one_is_chosen(page: Page, base_url: st
 
 
 def test_of_several_models_one_is_watched(page: Page, base_url: str) -> None:
-    page.route("**/health", lambda route: route.fulfill(json=MODELS))
+    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "models": MODELS}))
     with page.expect_request(re.compile("/live")):
         page.goto(f"{base_url}/#engine")
     choice = page.get_by_label("Watched model")
