@@ -22,7 +22,6 @@ from cllm.removed import replacement
 
 PREFIX = "CLLM_"
 NOT_FROM_SOURCES = ("--config", "--help", "-h")
-# Kubernetes sets PREFIX + "PORT" to tcp://ADDRESS:PORT in each pod beside a Service that is called cllm.
 OTHERS = (
     "CLLM_API_KEY",
     "CLLM_LIBRARY",
@@ -31,6 +30,7 @@ OTHERS = (
     "CLLM_DEBUG",
     "CLLM_AUDIT",
 )
+# Kubernetes sets PREFIX + "PORT" to tcp://ADDRESS:PORT in each pod beside a Service that is called cllm.
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 # Both options name the model: the one from the source with precedence is used, the other ignored.
 RIVALS = {"model": "hf", "hf": "model"}
@@ -125,14 +125,16 @@ def _of_environment(
 def _misspelt(command: Any, environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return each variable that is probably a misspelt option, and the variable that was meant.
 
-    Others are for other commands or programs: a Kubernetes Service that is called cllm has a dozen.
+    A variable that is similar to none is ignored: Kubernetes sets a dozen for a Service that is called cllm.
     """
     known, found = _variables(command), []
     for variable in sorted(environment):
-        if variable.startswith(PREFIX) and not (variable in known or variable in OTHERS):
+        if not variable.startswith(PREFIX) or not _is_set(environment, variable):
+            continue
+        if variable not in known and variable not in OTHERS:
             name = variable.removeprefix(PREFIX)
             meant = closest(name, (each.removeprefix(PREFIX) for each in known))
-            if meant is not None and abs(len(meant) - len(name)) <= 1:
+            if meant is not None and meant[0] == name[:1] and abs(len(meant) - len(name)) <= 1:
                 found.append((variable, PREFIX + meant))
     if not found:
         return []

@@ -78,6 +78,7 @@ class Lifecycle:
         self._hosts: list[EngineHost] = []
         self._loop_guard: LoopGuard | None = None
         self._earlier = EngineStatistics()  # sum of the parts that have ended
+        self._given: EngineConfig = self.config  # before "auto" and names were resolved
         self._is_reloading = False
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         self._generation = fork_generation()
@@ -107,7 +108,8 @@ class Lifecycle:
             raise ClosedError("an engine can be entered once")
         self._status, self._generation = EngineStatus.STARTING, fork_generation()
         try:
-            self.config = await _resolved(self.config)
+            self._given = self.config
+            self.config = await _resolved(self._given)
             if self._is_closed:
                 raise ClosedError("the engine was closed before its model was loaded")
             self._entered = self._start(self.config, self._make_backend(self.config))
@@ -267,13 +269,15 @@ class Lifecycle:
         """
         self._check_serving()
         check_known(options)
-        path = self.config.model if model is None else model
-        config = self._possible(replace(self.config, model=path, **options))
+        # The present model keeps its number of cells and its projector; "auto" means others for another one.
+        base = self.config if model is None else replace(self._given, model=model)
+        config = self._possible(replace(base, **options))
         if self._is_reloading:
             raise anyio.BusyResourceError("reloading")
         self._is_reloading = True
         try:
             await self._replace(await _resolved(config))
+            self._given = replace(self._given, **options) if model is None else config
         finally:
             self._is_reloading = False
 

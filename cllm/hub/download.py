@@ -114,11 +114,13 @@ class Download:
     ----------
     n_bytes : int
         Size of all files.
+    sha256 : str
+        Checksum of the first file, in hexadecimal digits.
 
     Raises
     ------
     DownloadError
-        The hub cannot be asked, or has no such model.
+        The hub cannot be reached, or has no such model.
     """
 
     def __init__(self, model: ModelName) -> None:
@@ -126,6 +128,7 @@ class Download:
         with _download_errors(model):
             self._files = _files_of(model, choose_files)
         self.n_bytes: int = sum(file.n_bytes for file in self._files)
+        self.sha256: str = self._files[0].sha256
 
     def run(self) -> list[Path]:
         """Return the files; missing and outdated ones are downloaded.
@@ -137,16 +140,15 @@ class Download:
         with _download_errors(self._model):
             return _downloaded(self._model, self._files)
 
-    @property
-    def n_bytes_here(self) -> int:
-        """Bytes that the cache has of these files; any thread, also during `run`."""
-        directory = _blobs(self._model)
-        return sum(
-            file.n_bytes
-            if (directory / file.sha256).exists()
-            else _size(directory / f"{file.sha256}{INCOMPLETE}")
-            for file in self._files
-        )
+    def count(self) -> int:
+        """Return the bytes that the cache has of these files.  Callable from any thread, also during `run`."""
+        directory = repo_directory(self._model.repo) / "blobs"
+        n_here = 0
+        for file in self._files:
+            # In this order: a part gets the name of the whole file when it is complete.
+            n_part = _size(directory / f"{file.sha256}{INCOMPLETE}")
+            n_here += _size(directory / file.sha256) or n_part
+        return n_here
 
 
 def _downloaded(model: ModelName, files: list[_File]) -> list[Path]:

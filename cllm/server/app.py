@@ -67,6 +67,7 @@ def create_app(
         Returns an engine for the settings, not entered.
     is_guarded : bool
         False leaves the checks of hosts, origins, keys and sizes to the outer application; see `add_guards`.
+        Downloads and reloads then need no key.
 
     Raises
     ------
@@ -77,12 +78,11 @@ def create_app(
     state = ServerState(config)
     task: EngineTask | None = None
     if isinstance(engine, Engine):
-        state.engine = engine
+        state.engine, state.settings = engine, engine.config
         state.metrics.watch(engine.statistics)
     else:
-        task = EngineTask(
-            state, EngineConfig() if engine is None else engine, on_failed, make_engine
-        )
+        state.settings = EngineConfig() if engine is None else engine
+        task = EngineTask(state, state.settings, on_failed, make_engine)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

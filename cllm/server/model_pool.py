@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -22,14 +21,12 @@ from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask
 from cllm.server.http.problems import unavailable
 from cllm.server.operation.metrics import Metrics
+from cllm.server.operation.pulls import Pulls
+from cllm.server.state import settings_of_another
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
 ALL_LAYERS = 1000  # more than any model has
-# Defaults of the settings that belong to one model.
-OF_ONE_MODEL: dict[str, Any] = {
-    "mmproj": None, "lora": (), "speculation": "auto", "embedding_model": None, "chat_template": None,
-}  # fmt: skip
 
 
 class PooledModel:
@@ -158,6 +155,7 @@ class ModelPool:
             name: PooledModel(name, engine, config.of_model(name), make_engine)
             for name, engine in models.items()
         }
+        self.pulls: Pulls = Pulls(self.add)
         self.metrics: Metrics = Metrics()  # of requests that are rejected before they reach a model
         self.failure: BaseException | None = None  # always None: one model's failure is its own
         self._tasks: TaskGroup | None = None
@@ -165,15 +163,20 @@ class ModelPool:
         self._used = anyio.Event()
 
     def add(self, name: str) -> None:
-        """Add a model under its name, with the settings of the first one; does nothing if there is one."""
-        if name not in self.models:
-            engine = replace(self._settings, model=name, **OF_ONE_MODEL)
+        """Add a model under its name, with the settings of the first one, if the name is new.
+
+        Creating its application takes some 70 ms, in which the event loop does nothing else.
+        """
+        if name not in self.models and self._tasks is not None:
+            changed = settings_of_another(self._settings)
+            engine = replace(self._settings, model=name, **changed)
             config = self._config.of_model(name)
             self.models[name] = PooledModel(name, engine, config, self._make_engine)
 
     def stop(self) -> None:
         """Reject new requests, and let the present ones finish."""
         self._tasks = None
+        self.pulls.stop()
         for model in self.models.values():
             model.app.state.server.stop()
 
@@ -185,7 +188,7 @@ class ModelPool:
         CllmError, anyio.BusyResourceError
             See `ServerState.reload`; models that have not been read again go on.
         """
-        for model in self.models.values():
+        for model in list(self.models.values()):
             if model.is_loaded:
                 async with self.using(model) as app:
                     await app.state.server.reload()
@@ -207,7 +210,7 @@ class ModelPool:
             finally:
                 self.stop()
                 with anyio.CancelScope(shield=True):
-                    for model in self.models.values():
+                    for model in list(self.models.values()):
                         await model.free()
                         await model.app.state.server.tracing.aclose()
                 tasks.cancel_scope.cancel()

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -19,7 +20,7 @@ from cllm import Engine, EngineConfig, ModelInfo, __version__
 from cllm.server.app import add_guards
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
-from cllm.server.http.body import parsed
+from cllm.server.http.body import SafeRoute, parsed
 from cllm.server.http.limits import ADMIN_PATHS, HeadAsGet, is_open, with_known_path
 from cllm.server.http.problems import (
     Problem,
@@ -29,11 +30,12 @@ from cllm.server.http.problems import (
     unavailable,
 )
 from cllm.server.model_pool import ModelPool, PooledModel
-from cllm.server.operation.pulls import Pulls
 from cllm.server.routes import ollama
+from cllm.server.routes.info import LATEST
 from cllm.server.routes.openai import architecture_of
 from cllm.server.routes.transcriptions import FORM_TYPE
 
+LIVE_PATH = "/live"
 MAX_PARTS, MAX_PART_BYTES = 64, 1024  # of a form: parts that are looked at, and bytes of each
 
 
@@ -67,11 +69,11 @@ def create_models_app(
 
     app = FastAPI(title="cllm", version=__version__, openapi_url=None, lifespan=lifespan)
     app.state.server = pool
-    pulls = Pulls(pool.add)
     started_at = int(time.time())
 
     @app.get("/v1/models")
     async def listed() -> dict[str, Any]:
+        pool.pulls.settle()
         return {
             "object": "list",
             "data": [_told(each, started_at) for each in pool.models.values()],
@@ -94,9 +96,13 @@ def create_models_app(
         loaded = [each for each in pool.models.values() if each.is_loaded]
         return {"models": [ollama.running(each.name, _info_of(each)) for each in loaded]}
 
-    @app.post("/api/pull")
-    async def pull(body: ollama.OllamaPullBody) -> Response:
-        return ollama.pulled(pulls, body)
+    safe = APIRouter(route_class=SafeRoute)
+
+    @safe.post("/api/pull")
+    async def pull(body: ollama.OllamaPullBody, _: Request) -> Response:
+        return ollama.pulled(pool.pulls, body)
+
+    app.include_router(safe)
 
     @app.get("/v1/health")
     @app.get("/healthz")
@@ -104,11 +110,13 @@ def create_models_app(
     @app.get("/livez")
     @app.get("/health")
     async def health() -> JSONResponse:
+        pool.pulls.settle()
         models = {model.name: model.status for model in pool.models.values()}
         return JSONResponse({"status": "ok", "version": __version__, "models": models})
 
     app.mount("", _Front(pool))
-    app.add_exception_handler(Problem, answer_problem)
+    for error in (Problem, RequestValidationError):
+        app.add_exception_handler(error, answer_problem)
     add_guards(app, config)
     app.add_middleware(HeadAsGet)
     return app
@@ -137,6 +145,9 @@ class _Front:
                 raise unavailable(
                     f"the model {model.name!r} is not loaded: a request for an answer loads it, a GET does not"
                 )
+            if path == LIVE_PATH:  # a page that watches a model does not keep it from being freed
+                await model.app(scope, receive, send)
+                return
             async with self._pool.using(model) as app:
                 await app(scope, receive, send)
         except Problem as problem:
@@ -217,7 +228,8 @@ def _again(messages: list[Message], receive: Receive) -> Receive:
 
 
 def _named(pool: ModelPool, name: str) -> PooledModel:
-    model = pool.models.get(name) or pool.models.get(name.removesuffix(ollama.LATEST))
+    pool.pulls.settle()
+    model = pool.models.get(name) or pool.models.get(name.removesuffix(LATEST))
     if model is None:
         known = ", ".join(map(repr, pool.models))
         raise Problem(404, f"there is no model {name[:80]!r}, only {known}", param="model")

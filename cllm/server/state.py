@@ -7,13 +7,13 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import anyio
 from starlette.requests import Request
 
-from cllm import Engine, SamplingParams, SlotInfo
+from cllm import Engine, EngineConfig, SamplingParams, SlotInfo
 from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
 from cllm.server.http.fetching import ImageFetcher, Network
@@ -43,6 +43,8 @@ class ServerState:
         None until the model is loaded, and after a failure.
     failure : BaseException or None
         Error that ended the load of the model, or the engine later.
+    settings : EngineConfig
+        Settings of the engine as they were given, with "auto" and names.
     stopping : Event
         Set when the server is to stop.
     started_at : int
@@ -53,6 +55,7 @@ class ServerState:
         self.config = config
         self.metrics: Metrics = Metrics()
         self.tracing: Tracing = Tracing(config.otlp_traces_endpoint)
+        self.settings: EngineConfig = EngineConfig()
         self.pulls: Pulls = Pulls()
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
@@ -64,6 +67,7 @@ class ServerState:
         """Forget the engine, and create the objects that belong to one event loop anew."""
         self.engine, self.failure = None, None
         self.stopping: anyio.Event = anyio.Event()
+        self.pulls.renew()
         self.live: LatestFrame = LatestFrame()
         self.fetcher: ImageFetcher = ImageFetcher(self.config.image_hosts, _public_network)
         # `/tokenize` and `/detokenize`: two requests at once, so that prompts do not wait for them.
@@ -97,7 +101,8 @@ class ServerState:
             As `Engine.reload` raises them; the present model goes on.
         """
         started_at = time.monotonic()
-        await self.serving.reload(model)
+        changed = {} if model is None else settings_of_another(self.settings)
+        await self.serving.reload(model, **changed)
         seconds = time.monotonic() - started_at
         logger.info("reloaded %s in %.1f s", self.serving.config.model_path.name, seconds)
         return seconds
@@ -105,6 +110,7 @@ class ServerState:
     def stop(self) -> None:
         """Reject new requests, and let the engine finish the present ones."""
         self.stopping.set()
+        self.pulls.stop()
 
     @property
     def is_draining(self) -> bool:
@@ -217,3 +223,13 @@ def _public_network() -> Network:
     from cllm.server.http.public_network import PublicNetwork  # takes a tenth of a second
 
     return PublicNetwork()
+
+
+def settings_of_another(config: EngineConfig) -> dict[str, Any]:
+    """Return the settings that belong to the model of a configuration, with their defaults, for another model."""
+    names = ["lora", "embedding_model", "pooling", "chat_template", *config.rope]
+    if config.mmproj != "auto":
+        names.append("mmproj")
+    if config.draft_model is not None or config.uses_mtp:
+        names.append("speculation")
+    return {field.name: field.default for field in fields(EngineConfig) if field.name in names}

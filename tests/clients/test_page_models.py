@@ -21,7 +21,7 @@ MODELS = {"small": "loaded", "large": "unloaded"}
 DONE: list[dict[str, Any]] = [
     {"status": "pulling manifest"},
     {"status": f"pulling {NAME}", "total": 2_000_000, "completed": 500_000},
-    {"status": "success"},
+    {"status": "success", "model": NAME},
 ]
 
 
@@ -85,6 +85,7 @@ def test_an_empty_chat_leads_to_the_download(page: Page, base_url: str) -> None:
     expect(page.get_by_role("dialog", name="Models")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog", name="Models")).not_to_be_visible()
+    expect(page.get_by_role("button", name="Download another …")).to_be_focused()
 
 
 def test_the_progress_is_shown_while_it_lasts(page: Page, base_url: str) -> None:
@@ -99,7 +100,8 @@ def test_the_progress_is_shown_while_it_lasts(page: Page, base_url: str) -> None
     download(dialog)
     page.wait_for_function("window.report !== undefined")
     page.evaluate("(line) => window.report(line)", DONE[1])
-    expect(dialog.get_by_role("status")).to_have_text("0.5 of 2.0 MB")
+    expect(dialog.get_by_text("0.5 of 2.0 MB")).to_be_visible()
+    expect(dialog.get_by_role("status")).to_have_text("Downloading …")
     expect(dialog.get_by_role("progressbar", name="Download")).to_have_js_property("value", 500_000)
     expect(dialog.get_by_role("button", name="Download and use it")).to_be_disabled()
 
@@ -121,7 +123,7 @@ def test_a_download_that_fails_says_why_and_can_be_tried_again(
     pulls(page, *lines, status=status)
     dialog = opened(page, base_url)
     download(dialog)
-    expect(dialog.get_by_role("status")).to_contain_text(said)
+    expect(dialog.get_by_role("status")).to_have_text(said)
     expect(dialog.get_by_role("button", name="Download and use it")).to_be_enabled()
 
 
@@ -143,9 +145,25 @@ def test_of_several_models_the_downloaded_one_is_chosen(page: Page, base_url: st
 
 def test_of_several_models_one_is_watched(page: Page, base_url: str) -> None:
     page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "models": MODELS}))
-    with page.expect_request(re.compile("/live")):
+    with page.expect_request(re.compile("/live$")):
         page.goto(f"{base_url}/#engine")
+    expect(page.locator("#numbers div")).not_to_have_count(0)
     choice = page.get_by_label("Watched model")
-    expect(choice.get_by_role("option")).to_have_text(["small (loaded)", "large (unloaded)"])
-    with page.expect_request(re.compile(r"/live\?model=large$")):
-        choice.select_option("large")
+    expect(choice.get_by_role("option")).to_have_text(["the first loaded one", "small", "large"])
+    expect(choice).to_have_value("")
+    page.route("**/live?model=large", lambda route: route.fulfill(
+        status=503, json={"error": {"message": "the model 'large' is not loaded"}}
+    ))  # fmt: skip
+    choice.select_option("large")
+    expect(page.get_by_text("the model 'large' is not loaded")).to_be_visible()
+    expect(page.locator("#numbers div")).to_have_count(0)
+    choice.select_option("")
+    expect(page.locator("#numbers div")).not_to_have_count(0)
+
+
+def test_a_wrong_admin_key_is_named_by_the_real_server(page: Page, base_url: str) -> None:
+    dialog = opened(page, base_url)
+    download(dialog)
+    expect(dialog.get_by_role("status")).to_have_text(
+        "there is no --admin-key, and so no /api/pull."
+    )

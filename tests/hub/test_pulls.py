@@ -18,10 +18,11 @@ from cllm.hub.cache import cached_files
 from cllm.hub.names import parse_name
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
+from cllm.server.operation.pulls import Pulls
 from cllm.server.several import create_models_app
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET
-from tests.hub.fake_hub import REPO, FakeHub
+from tests.hub.fake_hub import REPO, FakeHub, sha256_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
@@ -66,19 +67,54 @@ async def test_a_pull_reports_its_progress_and_ends_with_the_files_here(
     hub: FakeHub, name: str
 ) -> None:
     async with served() as client:
-        first, *middle, last = lines_of(await pull(client, model=name))
-        assert (first, last) == ({"status": "pulling manifest"}, {"status": "success"})
         model = parse_name(name.replace("hf.co/", "hf:"))
-        files = cached_files(model)
-        assert files
-        for report in middle:
-            assert report["status"] == f"pulling {model}"
-            assert report["total"] == sum(file.stat().st_size for file in files)
-            assert 0 <= report["completed"] <= report["total"]
-        # What is here is not downloaded again.
+        last = {"status": "success", "model": str(model)}
+        lines = lines_of(await pull(client, model=name))
+        assert (lines[0], lines[-1]) == ({"status": "pulling manifest"}, last)
+        assert cached_files(model)
+        # Files that are here are not downloaded again.
         n_sent = hub.n_sent.total()
-        assert (await pull(client, name=name, stream=False)).json() == {"status": "success"}
+        assert (await pull(client, name=name, stream=False)).json() == last
         assert hub.n_sent.total() == n_sent
+
+
+async def test_the_progress_is_reported_while_it_changes(hub: FakeHub) -> None:
+    hub.stops_after = 600_000
+    pulls, reports = Pulls(), []
+    async for report in pulls.reports(NAME):
+        reports.append(report)
+        if report.get("completed"):
+            hub.stops_after = None
+            hub.goes_on.set()
+    n_bytes = len(hub.files["model-Q4_K_M.gguf"])
+    first, *middle, last = reports
+    assert (first["status"], last["status"]) == ("pulling manifest", "success")
+    assert 0 < len(middle) < 20
+    assert {report["total"] for report in middle} == {n_bytes}
+    assert {report["digest"] for report in middle} == {
+        f"sha256:{sha256_of(hub.files['model-Q4_K_M.gguf'])}"
+    }
+    completed = [report["completed"] for report in middle]
+    assert completed == sorted(set(completed))
+    assert 0 < completed[-1] <= n_bytes
+
+
+async def test_a_server_that_stops_ends_the_reports_and_begins_no_download(hub: FakeHub) -> None:
+    hub.stops_after = 1000
+    app = create_app(EngineConfig(), CONFIG, make_engine=fake)
+    async with client_of(app) as client, anyio.create_task_group() as tasks:
+        found: list[dict[str, Any]] = []
+
+        async def ask() -> None:
+            found.extend(lines_of(await pull(client, model=NAME)))
+
+        tasks.start_soon(ask)
+        assert await anyio.to_thread.run_sync(hub.has_stopped.wait, 30)
+        app.state.server.stop()
+        assert (await pull(client, model=NAME)).status_code == 503
+        hub.stops_after = None
+    hub.goes_on.set()
+    assert "shutting down" in found[-1]["error"]
 
 
 async def test_only_the_admin_key_downloads(hub: FakeHub) -> None:
@@ -102,7 +138,7 @@ async def test_only_the_admin_key_downloads(hub: FakeHub) -> None:
         ({"model": NAME, "modle": 1}, 400, "did you mean model?"),
     ],
 )
-async def test_what_is_no_name_is_rejected_before_the_hub_is_asked(
+async def test_an_invalid_name_is_rejected_before_the_hub_is_asked(
     hub: FakeHub, body: dict[str, Any], status: int, said: str
 ) -> None:
     async with served() as client:
@@ -120,7 +156,7 @@ async def test_a_failed_download_is_the_last_line(hub: FakeHub) -> None:
         response = await pull(client, model=NAME, stream=False)
         assert response.status_code == 502
         assert "no such repository" in response.text
-        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+        assert lines_of(await pull(client, model=NAME))[-1]["status"] == "success"
 
 
 async def test_one_model_is_downloaded_at_a_time_and_its_download_outlives_its_client(
@@ -130,45 +166,80 @@ async def test_one_model_is_downloaded_at_a_time_and_its_download_outlives_its_c
     async with served() as client:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: pull(client, model=NAME))
-            await anyio.to_thread.run_sync(hub.has_stopped.wait, 30)
+            assert await anyio.to_thread.run_sync(hub.has_stopped.wait, 30)
             other = await pull(client, model=f"hf:{REPO}:Q8_0", stream=False)
             assert other.status_code == 409
             assert NAME in other.text
             tasks.cancel_scope.cancel()  # the client leaves
         hub.stops_after = None
         hub.goes_on.set()
-        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+        assert lines_of(await pull(client, model=NAME))[-1]["status"] == "success"
         assert cached_files(parse_name(NAME))
 
 
 async def test_of_several_models_the_downloaded_one_is_one_more(hub: FakeHub) -> None:
     app = create_models_app({"a": EngineConfig(), "b": EngineConfig()}, CONFIG, make_engine=fake)
     async with client_of(app) as client:
-        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+        assert lines_of(await pull(client, model=NAME))[-1]["status"] == "success"
         listed = (await client.get("/v1/models")).json()["data"]
         assert [model["id"] for model in listed] == ["a", "b", NAME]
         body = {"model": NAME, "messages": [{"role": "user", "content": "?"}]}
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         assert answer["model"] == NAME
-        assert lines_of(await pull(client, model=NAME))[-1] == {"status": "success"}
+        assert lines_of(await pull(client, model=NAME))[-1]["status"] == "success"
         assert len((await client.get("/v1/models")).json()["data"]) == 3
+
+
+async def test_a_download_without_its_client_is_one_more_model_too(hub: FakeHub) -> None:
+    hub.stops_after = 1000
+    app = create_models_app({"a": EngineConfig()}, CONFIG, make_engine=fake)
+    async with client_of(app) as client:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: pull(client, model=NAME))
+            assert await anyio.to_thread.run_sync(hub.has_stopped.wait, 30)
+            tasks.cancel_scope.cancel()  # the client leaves
+        hub.stops_after = None
+        hub.goes_on.set()
+        while len(listed := (await client.get("/v1/models")).json()["data"]) < 2:
+            await anyio.sleep(0.02)
+        assert listed[1]["id"] == NAME
+
+
+@pytest.mark.parametrize(
+    ("content", "status"), [(b'{"model": 1}', 400), (b"{", 400), (b"[]", 400), (b"{}", 400)]
+)
+async def test_wrong_bodies_are_answered_alike_by_one_model_and_by_several(
+    hub: FakeHub, content: bytes, status: int
+) -> None:
+    several = create_models_app({"a": EngineConfig()}, CONFIG, make_engine=fake)
+    for app in (create_app(EngineConfig(), CONFIG, make_engine=fake), several):
+        async with client_of(app) as client:
+            response = await client.post("/api/pull", content=content, headers=ADMIN)
+            assert response.status_code == status, response.text
+            assert isinstance(response.json()["error"], str)
+    assert not hub.asked
 
 
 async def test_the_model_of_a_server_is_replaced_by_one_that_was_downloaded(hub: FakeHub) -> None:
     hub.files = {"tiny-Q8_0.gguf": EMBEDDED_MODEL.read_bytes()}
     name = f"hf:{REPO}:Q8_0"
-    app = create_app(EngineConfig(n_ctx=512, **QUIET), CONFIG)
+    settings = EngineConfig(n_ctx="auto", chat_template="{{ messages[0].content }}", **QUIET)
+    app = create_app(settings, CONFIG)
     async with client_of(app) as client:
-        for body, expected in (
-            (None, "cllm-tiny"), ({"model": name}, "tiny-Q8_0"), ({"model": "tiny-Q8_0"}, "tiny-Q8_0"),
+        pulled = lines_of(await pull(client, model=name))[-1]["model"]
+        for body, expected, has_own in (
+            (None, "cllm-tiny", False), ({"model": pulled}, "tiny-Q8_0", True),
+            ({"model": "tiny-Q8_0"}, "tiny-Q8_0", True),
         ):  # fmt: skip
             response = await client.post("/admin/reload", json=body, headers=ADMIN)
             assert response.status_code == 200, response.text
             assert response.json()["model"] == expected
             assert (await client.get("/health")).json()["model"] == expected
-        wrong = await client.post("/admin/reload", json={"model": "gone.gguf"}, headers=ADMIN)
-        assert wrong.status_code >= 400
+            template = (await client.get("/props")).json()["chat_template"]
+            assert ("im_start" in template) is has_own, template
+        for wrong, status in (("gone.gguf", 400), ("/", 400), (f"hf:{REPO}:Q2_K", 502)):
+            response = await client.post("/admin/reload", json={"model": wrong}, headers=ADMIN)
+            assert response.status_code == status, response.text
         asked = {"prompt": "1+1=", "temperature": 0}
-        assert (await client.post("/v1/completions", json=asked)).json()["choices"][0][
-            "text"
-        ] == "2"
+        answer = (await client.post("/v1/completions", json=asked)).json()
+        assert answer["choices"][0]["text"] == "2"

@@ -1,7 +1,8 @@
-"""Pulls: downloads of models that clients ask for, one at a time.  Event loop only."""
+"""Downloads of models that clients ask for, one at a time.  Event loop only."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from threading import Thread
 from typing import Any
@@ -11,7 +12,9 @@ import anyio
 from cllm import CllmError
 from cllm.hub.download import Download, check_library
 from cllm.hub.names import PREFIX, ModelName, parse_name
-from cllm.server.http.problems import Problem, invalid
+from cllm.server.http.problems import Problem, invalid, shutting_down
+
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 PAUSE_S = 0.2  # between two reports
 # Beginnings of names of the hub, as Ollama's users write them.
@@ -23,85 +26,119 @@ class Pull:
 
     Attributes
     ----------
-    model : ModelName
+    name : str
+        Name of the model, `hf:USER/REPO…`.
+    download : Download or None
+        None until the hub has listed the files.
+    failure : str or None
+        Reason of a failure.
     """
 
     def __init__(self, model: ModelName) -> None:
-        self.model = model
-        self._download: Download | None = None
-        self._failure: str | None = None
+        self._model = model
+        self.name = str(model)
+        self.download: Download | None = None
+        self.failure: str | None = None
         self._thread = Thread(target=self._run, name="pull", daemon=True)
+        logger.info("downloading %s", self.name)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._download = Download(self.model)
-            self._download.run()
+            self.download = Download(self._model)
+            self.download.run()
         except CllmError as error:
-            self._failure = str(error)
-        except Exception as error:
-            self._failure = f"the download failed ({type(error).__name__}: {error})"
-            raise
+            self.failure = str(error)
+            logger.warning("%s", error)
+        except Exception:
+            self.failure = f"the download of {self.name} failed; the server's log has the reason"
+            logger.exception("the download of %s failed", self.name)
+        else:
+            logger.info("downloaded %s", self.name)
 
     @property
     def is_running(self) -> bool:
         """True until the files are here, or the download has failed."""
         return self._thread.is_alive()
 
-    async def reports(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the progress, as Ollama's `/api/pull` has it.
-
-        Raises
-        ------
-        Problem
-            502: the download failed; the message has the reason.
-        """
-        yield {"status": "pulling manifest"}
-        while self.is_running:
-            if (download := self._download) is not None:
-                n_here = await anyio.to_thread.run_sync(lambda: download.n_bytes_here)
-                yield {
-                    "status": f"pulling {self.model}",
-                    "total": download.n_bytes,
-                    "completed": n_here,
-                }
-            await anyio.sleep(PAUSE_S)
-        if self._failure is not None:
-            raise Problem(502, self._failure)
-        yield {"status": "success"}
-
 
 class Pulls:
-    """Begins downloads.
+    """The downloads of one server.
 
     Parameters
     ----------
     on_success : callable
-        Called with the name of each model whose reports were read to their successful end.
+        Called with the name of each model that was downloaded, before its clients are told.
     """
 
     def __init__(self, on_success: Callable[[str], None] = lambda _: None) -> None:
         self._on_success = on_success
         self._pull: Pull | None = None
+        self._is_told = True  # `on_success` knows the end of `_pull`
+        self.renew()
+
+    def renew(self) -> None:
+        """Allow downloads, for a server that starts."""
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """Reject downloads, and end the reports of the present one, which continues."""
+        self._is_stopping = True
+
+    def settle(self) -> None:
+        """Call `on_success` if a download has succeeded since the last call."""
+        pull = self._pull
+        if pull is not None and not self._is_told and not pull.is_running:
+            self._is_told = True
+            if pull.failure is None:
+                self._on_success(pull.name)
 
     async def reports(self, name: str) -> AsyncIterator[dict[str, Any]]:
-        """Download a model, and yield the progress; the download of the same model is joined.
+        """Download a model, and yield the progress as Ollama's `/api/pull` has it.
+
+        A client that asks for the model which is being downloaded gets the same progress.
 
         Raises
         ------
         Problem
-            400: this is not a name; 409: another model is being downloaded; and as `Pull.reports`.
+            400: this is not a name; 409: another model is being downloaded; 502: the download failed; 503: the
+            server is shutting down.
         """
-        model = _model_of(name)
-        if self._pull is None or not self._pull.is_running:
-            self._pull = Pull(model)
-        elif self._pull.model != model:
-            raise Problem(
-                409, f"{self._pull.model} is being downloaded, and only one model at a time"
-            )
-        async for report in self._pull.reports():
-            yield report
-        self._on_success(str(model))
+        pull = self._begun(_model_of(name))
+        yield {"status": "pulling manifest"}
+        before: dict[str, Any] = {}
+        while pull.is_running:
+            self._check()
+            if (download := pull.download) is not None:
+                report = {
+                    "status": f"pulling {pull.name}",
+                    "digest": f"sha256:{download.sha256}",
+                    "total": download.n_bytes,
+                    "completed": await anyio.to_thread.run_sync(download.count),
+                }
+                if report != before:
+                    yield report
+                before = report
+            await anyio.sleep(PAUSE_S)
+        if pull.failure is not None:
+            raise Problem(502, pull.failure)
+        self.settle()
+        yield {"status": "success", "model": pull.name}
+
+    def _begun(self, model: ModelName) -> Pull:
+        self._check()
+        self.settle()
+        pull = self._pull
+        if pull is None or not pull.is_running:
+            pull = self._pull = Pull(model)
+            self._is_told = False
+        elif pull.name != str(model):
+            raise Problem(409, f"{pull.name} is being downloaded; try again when that has ended")
+        return pull
+
+    def _check(self) -> None:
+        if self._is_stopping:
+            raise shutting_down()
 
 
 def _model_of(name: str) -> ModelName:

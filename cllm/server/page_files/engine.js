@@ -36,6 +36,14 @@ export function watchEngine() {
   return () => controller.abort();
 }
 
+/** Show nothing of the engine until its next frame. */
+export function forgetEngine() {
+  view = null;
+  for (const id of ["numbers", "slots"]) element(id).replaceChildren();
+  for (const id of ["kv-events", "lanes-said", "ticks-said"]) element(id).textContent = "";
+  for (const id of ["cells", "lanes", "ticks"]) element(id).width = 0;
+}
+
 async function watch(signal) {
   while (!signal.aborted) {
     try {

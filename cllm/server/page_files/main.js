@@ -1,7 +1,7 @@
 // The page: two views, one of them shown.
 
 import { openChatOf, setModel, startChat } from "./chat.js";
-import { startEngine, watchEngine } from "./engine.js";
+import { forgetEngine, startEngine, watchEngine } from "./engine.js";
 import { takeKinds } from "./files.js";
 import { showModels, startModels } from "./models.js";
 import { element } from "./node.js";
@@ -82,8 +82,9 @@ async function connect() {
   setModel(health);
 }
 
-/** Watch another model. */
+/** Watch another model; what was shown of the last one disappears. */
 function watchAnew() {
+  forgetEngine();
   stopWatching?.();
   stopWatching = null;
   look();

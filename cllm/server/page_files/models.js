@@ -1,9 +1,8 @@
 // The models of the server: which one answers and is watched, and the download of another.
 
 import { element, node } from "./node.js";
-import { errorOf, linesOf } from "./server.js";
+import { ask, askAsAdmin, errorOf, linesOf } from "./server.js";
 
-const CHOICES = ["model-name", "watched"]; // of the chat, of the engine view
 let reconnect = async () => {};
 let isOne = true; // the server has one model
 
@@ -12,6 +11,7 @@ export function startModels(connect, watch) {
   reconnect = connect;
   element("watched").addEventListener("change", watch);
   element("show-models").addEventListener("click", openModels);
+  element("models").addEventListener("close", () => (element("admin-key").value = ""));
   element("pull").addEventListener("submit", (event) => {
     event.preventDefault();
     pull(element("pull-name").value.trim());
@@ -19,23 +19,26 @@ export function startModels(connect, watch) {
 }
 
 /** Open the dialog with the models and the download. */
-export function openModels() {
+export async function openModels() {
   element("models").showModal();
-  reconnect();
+  showModels(await (await ask("health")).json());
 }
 
 /** Show which models there are, after `health` of the server. */
 export function showModels({ model, models }) {
   isOne = !models;
-  const names = Object.keys(models ?? {});
-  for (const id of CHOICES) {
-    const chosen = element(id).value;
-    const options = names.map((name) => new Option(id === "watched" ? `${name} (${models[name]})` : name, name, false, name === chosen));
-    element(id).replaceChildren(...options);
-    element(id).parentElement.hidden = isOne;
-  }
   const known = isOne ? [[model, "loaded"]] : Object.entries(models);
   element("models-here").replaceChildren(...known.map(([name, status]) => node("li", {}, `${name}: ${status}`)));
+  const names = isOne ? [] : known.map(([name]) => name);
+  offer("model-name", names);
+  // Without a choice, the first loaded model is shown.
+  offer("watched", ["", ...names], ["the first loaded one"]);
+}
+
+function offer(id, values, texts = []) {
+  const chosen = element(id).value;
+  element(id).replaceChildren(...values.map((value, index) => new Option(texts[index] ?? value, value, false, value === chosen)));
+  element(id).parentElement.hidden = isOne;
 }
 
 /** Return what follows a path of the server, so that the watched model answers. */
@@ -44,40 +47,48 @@ export function watched() {
   return name && `?model=${encodeURIComponent(name)}`;
 }
 
-function askAsAdmin(path, body) {
-  const headers = { "content-type": "application/json", authorization: `Bearer ${element("admin-key").value.trim()}` };
-  return fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
-}
-
 async function pull(name) {
   const bar = element("pull-progress");
+  const key = element("admin-key").value.trim();
+  let begun = false;
   element("pull-start").disabled = true;
+  say("Downloading …");
   try {
-    say("Asking the hub …");
-    const response = await askAsAdmin("api/pull", { model: name });
-    if (!response.ok) throw new Error(await errorOf(response));
-    for await (const { error, total, completed } of linesOf(response)) {
-      if (error) throw new Error(error);
-      if (!total) continue;
+    if (!/^[\x21-\x7e]+$/.test(key)) throw new Error("A key has letters, digits and signs of ASCII");
+    let pulled = null;
+    for await (const line of linesOf(await answered("api/pull", key, { model: name }))) {
+      if (line.error) throw new Error(line.error);
+      if (line.status === "success") pulled = line.model;
+      if (!line.total) continue;
+      begun = true;
       bar.hidden = false;
-      [bar.max, bar.value] = [total, completed];
-      say(`${megabytes(completed)} of ${megabytes(total)} MB`);
+      [bar.max, bar.value] = [line.total, line.completed];
+      element("pull-bytes").textContent = `${megabytes(line.completed)} of ${megabytes(line.total)} MB`;
     }
-    await use(name);
+    if (!pulled) throw new Error("The connection to the server is lost");
+    begun = false;
+    await use(pulled, key);
   } catch (error) {
-    say(`${error.message}. A download that was interrupted continues where it ended.`.replace("..", "."));
+    const end = begun ? " The download goes on at the server, or continues where it ended." : "";
+    say(`${error.message.replace(/\.$/, "")}.${end}`);
   } finally {
     bar.hidden = true;
+    element("pull-bytes").textContent = "";
     element("pull-start").disabled = false;
   }
 }
 
+async function answered(path, key, body) {
+  const response = await askAsAdmin(path, key, body);
+  if (!response.ok) throw new Error(await errorOf(response));
+  return response;
+}
+
 /** Let a model answer that has been downloaded: the only one of the server, or one more. */
-async function use(name) {
+async function use(name, key) {
   if (isOne) {
     say("Loading it beside the present model …");
-    const response = await askAsAdmin("admin/reload", { model: name });
-    if (!response.ok) throw new Error(await errorOf(response));
+    await answered("admin/reload", key, { model: name });
   }
   await reconnect();
   if (!isOne) element("model-name").value = name;

@@ -19,6 +19,12 @@ export async function ask(path, options = {}) {
   }
 }
 
+/** Ask as the operator of the server, with the admin key. */
+export function askAsAdmin(path, key, body) {
+  const headers = { "content-type": "application/json", authorization: `Bearer ${key}` };
+  return answerTo(path, { method: "POST", headers, body: JSON.stringify(body) });
+}
+
 let gone = () => {};
 
 /** Call `heard()` when the server does not answer. */
@@ -66,7 +72,8 @@ function askForKey(problem) {
 /** Return the message of an answer that is an error. */
 export async function errorOf(response) {
   try {
-    return (await response.json()).error.message;
+    const { error } = await response.json();
+    return error.message ?? error; // on Ollama's routes it is a text
   } catch {
     return `${response.status} ${response.statusText}`;
   }

@@ -10,15 +10,16 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
-from cllm import EngineStatus, SamplingParams, __version__
+from cllm import DownloadError, EngineStatus, ModelLoadError, SamplingParams, __version__
 from cllm.server.bodies.fields import MEDIA_MARKER, Text
 from cllm.server.bodies.schemas import Body
-from cllm.server.http.problems import RETRY_AFTER_S, Problem
+from cllm.server.http.problems import RETRY_AFTER_S, Problem, invalid
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of, visible_slots
 
 router: APIRouter = APIRouter(tags=["operation"])
+LATEST = ":latest"  # the tag that clients of Ollama add to a name without one
 
 
 class ReloadBody(Body):
@@ -88,9 +89,17 @@ async def reload(request: Request, body: ReloadBody | None = None) -> dict[str, 
     state = state_of(request)
     try:
         model = None if body is None else body.model
-        seconds = await state.reload(None if model == state.model_name else model)
+        # With several models, the field has selected this one.
+        is_this = model is not None and model.removesuffix(LATEST) == state.model_name
+        seconds = await state.reload(None if is_this else model)
     except anyio.BusyResourceError:
         raise Problem(409, "the model is being reloaded") from None
+    except DownloadError as error:
+        raise Problem(502, str(error)) from None
+    except (ModelLoadError, OSError) as error:
+        if model is None:
+            raise
+        raise invalid("model", str(error)) from None
     return {"model": state.model_name, "seconds": round(seconds, 3)}
 
 

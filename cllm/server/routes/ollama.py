@@ -49,13 +49,13 @@ from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.operation.pulls import Pulls
 from cllm.server.routes.embeddings import N_NUMBERS_FEW, field_of_client, several_texts
+from cllm.server.routes.info import LATEST
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
 
 router: APIRouter = APIRouter(prefix="/api", route_class=SafeRoute, tags=["Ollama"])
 
 VERSION = "0.13.0"  # of Ollama, whose API this is
-LATEST = ":latest"  # the tag that clients add to a name without one
 # Properties of a model that is not loaded.
 UNLOADED: dict[str, Any] = {
     "modelfile": "", "parameters": "", "template": "", "details": {}, "model_info": {},
@@ -485,7 +485,8 @@ def pulled(pulls: Pulls, body: OllamaPullBody) -> Response:
         if body.stream:
             await writer.close()
         else:
-            await writer.json(lambda: report)
+            last = report
+            await writer.json(lambda: last)
 
     return Reply(produce, has_lines=True)
 
