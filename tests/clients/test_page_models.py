@@ -109,12 +109,18 @@ def test_the_progress_is_shown_while_it_lasts(page: Page, base_url: str) -> None
 @pytest.mark.parametrize(
     ("lines", "status", "said"),
     [
+        ([{"error": "there is no --admin-key"}], 404, "there is no --admin-key."),
         (
-            [{"error": {"message": "there is no --admin-key, and so no /api/pull"}}],
-            404,
-            "no --admin-key",
+            [DONE[0], {"error": "there is no such repository"}],
+            200,
+            "there is no such repository.",
         ),
-        ([DONE[0], {"error": "there is no such repository"}], 200, "no such repository"),
+        (
+            DONE[:2],
+            200,
+            "The connection to the server is lost. The download goes on at the server, or continues "
+            "where it ended.",
+        ),
     ],
 )
 def test_a_download_that_fails_says_why_and_can_be_tried_again(
