@@ -78,7 +78,8 @@ class Lifecycle:
         self._hosts: list[EngineHost] = []
         self._loop_guard: LoopGuard | None = None
         self._earlier = EngineStatistics()  # sum of the parts that have ended
-        self._given: EngineConfig = self.config  # before "auto" and names were resolved
+        # Before "auto" and names were resolved.
+        self.given_config: EngineConfig = self.config
         self._is_reloading = False
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         self._generation = fork_generation()
@@ -108,8 +109,8 @@ class Lifecycle:
             raise ClosedError("an engine can be entered once")
         self._status, self._generation = EngineStatus.STARTING, fork_generation()
         try:
-            self._given = self.config
-            self.config = await _resolved(self._given)
+            self.given_config = self.config
+            self.config = await _resolved(self.given_config)
             if self._is_closed:
                 raise ClosedError("the engine was closed before its model was loaded")
             self._entered = self._start(self.config, self._make_backend(self.config))
@@ -254,7 +255,9 @@ class Lifecycle:
         Parameters
         ----------
         model : path or str, optional
-            A GGUF file, or a name (`hf:user/repo:quant`); None: the present one, read again.
+            A GGUF file, or a name (`hf:user/repo:quant`); None: the present one, read again.  For another
+            model, `n_ctx="auto"` and `mmproj="auto"` are resolved again: `n_ctx` for the memory that is left
+            beside the present model.
         **options
             The fields of `EngineConfig` that change.
 
@@ -269,19 +272,19 @@ class Lifecycle:
         """
         self._check_serving()
         check_known(options)
-        # The present model keeps its number of cells and its projector; "auto" means others for another one.
-        base = self.config if model is None else replace(self._given, model=model)
+        # For another model, "auto" is resolved again.
+        base = self.config if model is None else replace(self.given_config, model=model)
         config = self._possible(replace(base, **options))
+        given = replace(self.given_config, **options) if model is None else config
         if self._is_reloading:
             raise anyio.BusyResourceError("reloading")
         self._is_reloading = True
         try:
-            await self._replace(await _resolved(config))
-            self._given = replace(self._given, **options) if model is None else config
+            await self._replace(await _resolved(config), given)
         finally:
             self._is_reloading = False
 
-    async def _replace(self, config: EngineConfig) -> None:
+    async def _replace(self, config: EngineConfig, given: EngineConfig) -> None:
         for parts in list(self._started):
             # An earlier `reload` was cancelled while these parts were ending.
             if parts is not self._entered and parts.dispatcher.stopped.is_set():
@@ -296,7 +299,7 @@ class Lifecycle:
         except BaseException:
             await self._end(new)
             raise
-        self._entered, self.config = new, config
+        self._entered, self.config, self.given_config = new, config, given
         old.end_when_idle()
         await old.dispatcher.stopped.wait()
         await self._end(old)

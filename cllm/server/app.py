@@ -78,7 +78,7 @@ def create_app(
     state = ServerState(config)
     task: EngineTask | None = None
     if isinstance(engine, Engine):
-        state.engine, state.settings = engine, engine.config
+        state.engine, state.settings = engine, engine.given_config
         state.metrics.watch(engine.statistics)
     else:
         state.settings = EngineConfig() if engine is None else engine

@@ -55,6 +55,7 @@ class PooledModel:
         self._engine = engine
         self._make_engine = make_engine
         self.app: FastAPI = create_app(engine, config, make_engine=make_engine, is_guarded=False)
+        self.app.state.server.is_pooled = True
         self.task: EngineTask = self.app.state.engine_task
         self.task.has_begun = True  # only the pool starts it
         self._is_leaving = False
@@ -202,6 +203,7 @@ class ModelPool:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Load and free models during the block; free all models at its end."""
+        self.pulls.renew()
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             tasks.start_soon(self._free_unused)

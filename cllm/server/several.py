@@ -89,6 +89,7 @@ def create_models_app(
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
+        pool.pulls.settle()
         return {"models": [_listed(each) for each in pool.models.values()]}
 
     @app.get("/api/ps")

@@ -20,7 +20,7 @@ from cllm.server.http.fetching import ImageFetcher, Network
 from cllm.server.http.problems import shutting_down, too_many_messages, unavailable
 from cllm.server.operation.latest_frame import LatestFrame
 from cllm.server.operation.metrics import Metrics
-from cllm.server.operation.pulls import Pulls
+from cllm.server.operation.pulls import Pulls, is_same_model
 from cllm.server.operation.tracing import Tracing
 from cllm.server.operation.usage import Access
 
@@ -44,7 +44,9 @@ class ServerState:
     failure : BaseException or None
         Error that ended the load of the model, or the engine later.
     settings : EngineConfig
-        Settings of the engine as they were given, with "auto" and names.
+        Settings that the application was made with.
+    is_pooled : bool
+        True if the server has several models.
     stopping : Event
         Set when the server is to stop.
     started_at : int
@@ -56,6 +58,7 @@ class ServerState:
         self.metrics: Metrics = Metrics()
         self.tracing: Tracing = Tracing(config.otlp_traces_endpoint)
         self.settings: EngineConfig = EngineConfig()
+        self.is_pooled: bool = False
         self.pulls: Pulls = Pulls()
         self.engine: Engine | None = None
         self.failure: BaseException | None = None
@@ -91,7 +94,8 @@ class ServerState:
     async def reload(self, model: str | None = None) -> float:
         """Load a model beside the present one, and return the seconds that it took; None: the present one again.
 
-        Requests that run finish with the old model; new ones use the new one.
+        Requests that run finish with the old model; new ones use the new one.  Settings that belong to one model,
+        such as adapters, are those of `settings` for the model that it names, and the defaults for others.
 
         Raises
         ------
@@ -101,8 +105,12 @@ class ServerState:
             As `Engine.reload` raises them; the present model goes on.
         """
         started_at = time.monotonic()
-        changed = {} if model is None else settings_of_another(self.settings)
-        await self.serving.reload(model, **changed)
+        engine, changed = self.serving, dict[str, Any]()
+        if model is not None:
+            first = self.settings
+            is_first = is_same_model(model, first.model)
+            changed = settings_of_one_model(first) if is_first else settings_of_another(first)
+        await engine.reload(model, **changed)
         seconds = time.monotonic() - started_at
         logger.info("reloaded %s in %.1f s", self.serving.config.model_path.name, seconds)
         return seconds
@@ -227,9 +235,15 @@ def _public_network() -> Network:
 
 def settings_of_another(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that belong to the model of a configuration, with their defaults, for another model."""
+    names = settings_of_one_model(config)
+    return {field.name: field.default for field in fields(EngineConfig) if field.name in names}
+
+
+def settings_of_one_model(config: EngineConfig) -> dict[str, Any]:
+    """Return the settings that belong to the model of a configuration, such as its adapters."""
     names = ["lora", "embedding_model", "pooling", "chat_template", *config.rope]
     if config.mmproj != "auto":
         names.append("mmproj")
     if config.draft_model is not None or config.uses_mtp:
         names.append("speculation")
-    return {field.name: field.default for field in fields(EngineConfig) if field.name in names}
+    return {name: getattr(config, name) for name in names}

@@ -167,7 +167,7 @@ def test_of_several_models_one_is_watched(page: Page, base_url: str) -> None:
     expect(page.locator("#numbers div")).not_to_have_count(0)
 
 
-def test_a_wrong_admin_key_is_named_by_the_real_server(page: Page, base_url: str) -> None:
+def test_the_error_of_a_server_without_an_admin_key_is_shown(page: Page, base_url: str) -> None:
     dialog = opened(page, base_url)
     download(dialog)
     expect(dialog.get_by_role("status")).to_have_text(

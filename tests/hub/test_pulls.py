@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -190,6 +191,29 @@ async def test_of_several_models_the_downloaded_one_is_one_more(hub: FakeHub) ->
         assert len((await client.get("/v1/models")).json()["data"]) == 3
 
 
+async def test_several_models_are_served_and_downloaded_in_a_second_lifespan_too(
+    hub: FakeHub,
+) -> None:
+    app = create_models_app({"a": EngineConfig()}, CONFIG, make_engine=fake)
+    for _ in range(2):
+        async with client_of(app) as client:
+            assert lines_of(await pull(client, model=NAME))[-1]["status"] == "success"
+            names = [each["name"] for each in (await client.get("/api/tags")).json()["models"]]
+            assert names == ["a", NAME]
+
+
+async def test_of_several_models_none_is_replaced_by_another(hub: FakeHub) -> None:
+    app = create_models_app({"a": EngineConfig()}, CONFIG, make_engine=fake)
+    async with client_of(app) as client:
+        assert (await client.post("/v1/completions", json={"model": "a", "prompt": "x"})).is_success
+        reload = partial(client.post, "/admin/reload", headers=ADMIN)
+        assert (await reload(json={"model": "a"})).status_code == 200
+        assert (await reload(json={"model": "a:latest"})).status_code == 200
+        wrong = await reload(params={"model": "a"}, json={"model": "b.gguf"})
+        assert wrong.status_code == 400
+        assert "'b.gguf' is not this model" in wrong.text
+
+
 async def test_a_download_without_its_client_is_one_more_model_too(hub: FakeHub) -> None:
     hub.stops_after = 1000
     app = create_models_app({"a": EngineConfig()}, CONFIG, make_engine=fake)
@@ -223,13 +247,15 @@ async def test_wrong_bodies_are_answered_alike_by_one_model_and_by_several(
 async def test_the_model_of_a_server_is_replaced_by_one_that_was_downloaded(hub: FakeHub) -> None:
     hub.files = {"tiny-Q8_0.gguf": EMBEDDED_MODEL.read_bytes()}
     name = f"hf:{REPO}:Q8_0"
-    settings = EngineConfig(n_ctx="auto", chat_template="{{ messages[0].content }}", **QUIET)
+    settings = EngineConfig(
+        model=EMBEDDED_MODEL, n_ctx="auto", chat_template="{{ messages[0].content }}", **QUIET
+    )
     app = create_app(settings, CONFIG)
     async with client_of(app) as client:
         pulled = lines_of(await pull(client, model=name))[-1]["model"]
         for body, expected, has_own in (
             (None, "cllm-tiny", False), ({"model": pulled}, "tiny-Q8_0", True),
-            ({"model": "tiny-Q8_0"}, "tiny-Q8_0", True),
+            ({"model": "tiny-Q8_0"}, "tiny-Q8_0", True), ({"model": str(EMBEDDED_MODEL)}, "cllm-tiny", False),
         ):  # fmt: skip
             response = await client.post("/admin/reload", json=body, headers=ADMIN)
             assert response.status_code == 200, response.text

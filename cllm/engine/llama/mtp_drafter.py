@@ -60,7 +60,7 @@ def mtp_fault(path: Path) -> str | None:
     layers = [name for name in names if name.endswith(WEIGHT)]
     if layers != [f"blk.{last}{WEIGHT}"]:
         return (
-            f"its file has {len(layers)} layers for multi-token prediction, must have 1, the last"
+            f"its file has {len(layers)} layers for multi-token prediction, must have one, its last"
         )
     return None
 

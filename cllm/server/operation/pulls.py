@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import anyio
 
 from cllm import CllmError
+from cllm.hub.cache import cached_files
 from cllm.hub.download import Download, check_library
-from cllm.hub.names import PREFIX, ModelName, parse_name
+from cllm.hub.names import PREFIX, ModelName, is_name, parse_name
 from cllm.server.http.problems import Problem, invalid, shutting_down
 
 logger: logging.Logger = logging.getLogger("cllm.server")
@@ -82,16 +85,16 @@ class Pulls:
         self._is_stopping = False
 
     def stop(self) -> None:
-        """Reject downloads, and end the reports of the present one, which continues."""
+        """Reject downloads, and end the reports of the present one; it ends with the process."""
         self._is_stopping = True
 
     def settle(self) -> None:
         """Call `on_success` if a download has succeeded since the last call."""
         pull = self._pull
         if pull is not None and not self._is_told and not pull.is_running:
-            self._is_told = True
             if pull.failure is None:
                 self._on_success(pull.name)
+            self._is_told = True
 
     async def reports(self, name: str) -> AsyncIterator[dict[str, Any]]:
         """Download a model, and yield the progress as Ollama's `/api/pull` has it.
@@ -139,6 +142,16 @@ class Pulls:
     def _check(self) -> None:
         if self._is_stopping:
             raise shutting_down()
+
+
+def is_same_model(name: str, configured: str | Path | None) -> bool:
+    """Return True if a name or path means the configured model, also if that is given by its file in the cache."""
+    if not is_name(name):
+        return name == str(configured)
+    with suppress(CllmError):
+        files = cached_files(parse_name(name)) or []
+        return str(configured) in (name, *map(str, files[:1]))
+    return False
 
 
 def _model_of(name: str) -> ModelName:

@@ -21,7 +21,8 @@ export function startModels(connect, watch) {
 /** Open the dialog with the models and the download. */
 export async function openModels() {
   element("models").showModal();
-  showModels(await (await ask("health")).json());
+  const response = await ask("health").catch(() => null); // `ask` has told that the server is gone
+  if (response?.ok) showModels(await response.json());
 }
 
 /** Show which models there are, after `health` of the server. */
@@ -50,26 +51,27 @@ export function watched() {
 async function pull(name) {
   const bar = element("pull-progress");
   const key = element("admin-key").value.trim();
-  let begun = false;
+  let end = "";
   element("pull-start").disabled = true;
   say("Downloading …");
   try {
     if (!/^[\x21-\x7e]+$/.test(key)) throw new Error("A key has letters, digits and signs of ASCII");
     let pulled = null;
-    for await (const line of linesOf(await answered("api/pull", key, { model: name }))) {
+    const lines = linesOf(await answered("api/pull", key, { model: name }));
+    end = " The download goes on at the server, or continues where it ended.";
+    for await (const line of lines) {
+      if (line.error) end = "";
       if (line.error) throw new Error(line.error);
       if (line.status === "success") pulled = line.model;
       if (!line.total) continue;
-      begun = true;
       bar.hidden = false;
       [bar.max, bar.value] = [line.total, line.completed];
       element("pull-bytes").textContent = `${megabytes(line.completed)} of ${megabytes(line.total)} MB`;
     }
     if (!pulled) throw new Error("The connection to the server is lost");
-    begun = false;
+    end = "";
     await use(pulled, key);
   } catch (error) {
-    const end = begun ? " The download goes on at the server, or continues where it ended." : "";
     say(`${error.message.replace(/\.$/, "")}.${end}`);
   } finally {
     bar.hidden = true;

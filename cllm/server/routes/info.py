@@ -91,6 +91,11 @@ async def reload(request: Request, body: ReloadBody | None = None) -> dict[str, 
         model = None if body is None else body.model
         # With several models, the field has selected this one.
         is_this = model is not None and model.removesuffix(LATEST) == state.model_name
+        if model is not None and not is_this and state.is_pooled:
+            raise invalid(
+                "model",
+                f"{model[:80]!r} is not this model: use POST /api/pull, or a server of one model",
+            )
         seconds = await state.reload(None if is_this else model)
     except anyio.BusyResourceError:
         raise Problem(409, "the model is being reloaded") from None
