@@ -167,9 +167,10 @@ class Context(Memory, LoraContext):
     ) -> None:
         lib = library()
         states = hidden_states() if keeps_hidden else None
-        architecture = model.metadata_value("general.architecture")
-        if keeps_hidden and architecture not in ARCHITECTURES:
-            raise ContextError(f"llama.cpp keeps no hidden states for {architecture}")
+        if keeps_hidden:
+            architecture = model.metadata_value("general.architecture")
+            if architecture not in ARCHITECTURES:
+                raise ContextError(f"llama.cpp keeps no hidden states for {architecture}")
         if model.vocab_only:
             raise ContextError("the model was loaded with vocab_only: it has no weights")
         if not model.has_decoder or model.has_encoder or model.is_diffusion:
@@ -188,14 +189,11 @@ class Context(Memory, LoraContext):
         if n_outputs_max is None:
             n_outputs_max = n_seq_max
         params.n_outputs_max = check_int("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
-        params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
-        params.n_threads_batch = check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
+        set_compute(
+            params, model, n_threads=n_threads, n_threads_batch=n_threads_batch, flash_attn=flash_attn,
+            type_k=type_k, type_v=type_v, offload_kqv=offload_kqv, op_offload=op_offload,
+        )  # fmt: skip
         params.kv_unified = bool(kv_unified)
-        params.flash_attn_type = check_flash_attn(flash_attn)
-        params.type_k = check_kv_type("type_k", type_k)
-        params.type_v = check_kv_type("type_v", type_v)
-        params.offload_kqv = bool(offload_kqv)
-        params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
         params.swa_full = bool(swa_full)
         params.no_perf = bool(no_perf)
         set_rope(
@@ -428,6 +426,28 @@ def init_context(model: Model, params: Any, *, no_warning: str) -> Any:
     if not pointer:
         raise ContextError(reason or "llama.cpp could not create the context")
     return pointer
+
+
+def set_compute(
+    params: Any,
+    model: Model,
+    *,
+    n_threads: int,
+    n_threads_batch: int,
+    flash_attn: bool | None,
+    type_k: str,
+    type_v: str,
+    offload_kqv: bool,
+    op_offload: bool | None,
+) -> None:
+    """Set the parameters of threads, attention, cell types and devices; see `Context`."""
+    params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
+    params.n_threads_batch = check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
+    params.flash_attn_type = check_flash_attn(flash_attn)
+    params.type_k = check_kv_type("type_k", type_k)
+    params.type_v = check_kv_type("type_v", type_v)
+    params.offload_kqv = bool(offload_kqv)
+    params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
 
 
 def set_rope(

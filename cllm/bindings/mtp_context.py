@@ -13,17 +13,17 @@ from cllm.bindings import _llama_h as h
 from cllm.bindings._library import forward_log, library
 from cllm.bindings._llama_ext_h import ARCHITECTURES, hidden_states
 from cllm.bindings.context import (
+    MAX_CELLS,
     check_decode,
-    check_flash_attn,
-    check_kv_type,
     init_context,
+    set_compute,
     set_no_pooling,
     set_rope,
 )
 from cllm.bindings.lora import LoraContext
 from cllm.bindings.memory import Memory
 from cllm.bindings.model import Model
-from cllm.checks import MAX_THREADS, check_int
+from cllm.checks import check_int
 from cllm.errors import ContextError, InvalidArgumentError, LlamaCallError, PositionError
 
 
@@ -97,18 +97,15 @@ class MtpContext(Memory, LoraContext):
         params = lib.llama_context_default_params()
         params.ctx_type = h.ContextType.MTP
         params.n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
-        params.n_ctx = check_int("n_ctx", n_ctx, n_seq_max, 1 << 26)
+        params.n_ctx = check_int("n_ctx", n_ctx, n_seq_max, MAX_CELLS)
         params.n_batch = check_int("n_batch", n_batch, n_seq_max, 1 << 20)
         params.n_ubatch = check_int("n_ubatch", n_ubatch, 1, 1 << 20)
         params.n_outputs_max = n_seq_max
-        params.n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
-        params.n_threads_batch = check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
         params.kv_unified, params.swa_full, params.no_perf = True, True, True
-        params.flash_attn_type = check_flash_attn(flash_attn)
-        params.type_k = check_kv_type("type_k", type_k)
-        params.type_v = check_kv_type("type_v", type_v)
-        params.offload_kqv = bool(offload_kqv)
-        params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
+        set_compute(
+            params, model, n_threads=n_threads, n_threads_batch=n_threads_batch, flash_attn=flash_attn,
+            type_k=type_k, type_v=type_v, offload_kqv=offload_kqv, op_offload=op_offload,
+        )  # fmt: skip
         set_rope(params, **rope)
         set_no_pooling(params, model)
         pointer = init_context(model, params, no_warning="> n_ctx_train")

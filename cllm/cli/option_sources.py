@@ -108,8 +108,7 @@ def _of_environment(
         given = [
             variable
             for name in names
-            if name not in NOT_FROM_SOURCES
-            and _is_set(environment, variable := PREFIX + name[2:].replace("-", "_").upper())
+            if name not in NOT_FROM_SOURCES and _is_set(environment, variable := _variable_of(name))
         ]
         if len(given) > 1:
             raise typer.BadParameter("it is there under another name too", param_hint=given[1])
@@ -145,10 +144,15 @@ def _misspelt(command: Any, environment: Mapping[str, str]) -> list[tuple[str, s
     return [each for each in found if each[0] not in everywhere]
 
 
+def _variable_of(name: str) -> str:
+    """Return the variable of an option, `--n-ctx`."""
+    return PREFIX + name[2:].replace("-", "_").upper()
+
+
 def _variables(command: Any) -> set[str]:
     """Return the variables of a command's options."""
     return {
-        PREFIX + name[2:].replace("-", "_").upper()
+        _variable_of(name)
         for parameter in command.params
         for name in parameter.opts
         if name.startswith("--")

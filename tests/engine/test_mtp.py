@@ -175,7 +175,7 @@ async def test_an_engine_of_any_kind_drafts_with_the_layer() -> None:
 
 
 async def test_a_model_without_the_layer_is_rejected_before_it_is_loaded(tmp_path: Path) -> None:
-    """Its metadata may name a layer whose weights are missing: llama.cpp would end the process."""
+    """A file can name a layer and lack its weights: llama.cpp would end the process."""
     reader = gguf.GGUFReader(make_model.ensure("tiny-mtp", "F16"))
     path = tmp_path / "without-weights.gguf"
     writer = gguf.GGUFWriter(path, "glm4moe")

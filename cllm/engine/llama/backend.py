@@ -506,13 +506,14 @@ def planned_contexts(config: EngineConfig) -> list[PlannedContext]:
     A draft model always counts.  It is not used if the model's memory cannot remove wrong drafts.
     """
 
+    def n_seq_ids(model: Model, config: EngineConfig) -> int:
+        return config.kv_layout(model.n_ctx_train, state_bytes=0, is_windowed=False).n_seq_ids
+
     def draft(model: Model, config: EngineConfig) -> Context:
-        n_seq_ids = config.kv_layout(model.n_ctx_train, state_bytes=0, is_windowed=False).n_seq_ids
-        return make_draft_context(model, config, config.n_cells, n_seq_ids)
+        return make_draft_context(model, config, config.n_cells, n_seq_ids(model, config))
 
     def mtp(model: Model, config: EngineConfig) -> MtpContext:
-        n_seq_ids = config.kv_layout(model.n_ctx_train, state_bytes=0, is_windowed=False).n_seq_ids
-        return make_mtp_context(model, config, config.n_cells, n_seq_ids)
+        return make_mtp_context(model, config, config.n_cells, n_seq_ids(model, config))
 
     def texts(model: Model, config: EngineConfig) -> EmbeddingContext:
         # All poolings take the same memory; "rank" needs a classifier that many files lack.
