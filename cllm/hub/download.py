@@ -110,6 +110,12 @@ def pull_model(model: ModelName) -> list[Path]:
 class Download:
     """Files of a model, as the hub lists them now.  The calls block.
 
+    Parameters
+    ----------
+    model : ModelName
+    is_cancelled : callable
+        Returns True to end `run` at the next bytes of the hub; the part that is here is kept.
+
     Attributes
     ----------
     n_bytes : int
@@ -123,8 +129,9 @@ class Download:
         The hub cannot be reached, or has no such model.
     """
 
-    def __init__(self, model: ModelName) -> None:
+    def __init__(self, model: ModelName, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         self._model = model
+        self._is_cancelled = is_cancelled
         with _download_errors(model):
             self._files = _files_of(model, choose_files)
         self.n_bytes: int = sum(file.n_bytes for file in self._files)
@@ -138,7 +145,7 @@ class Download:
         DownloadError
         """
         with _download_errors(self._model):
-            return _downloaded(self._model, self._files)
+            return _downloaded(self._model, self._files, self._is_cancelled)
 
     def count(self) -> int:
         """Return the bytes that the cache has of these files.  Callable from any thread, also during `run`."""
@@ -151,9 +158,22 @@ class Download:
         return n_here
 
 
-def _downloaded(model: ModelName, files: list[_File]) -> list[Path]:
+def _downloaded(
+    model: ModelName, files: list[_File], is_cancelled: Callable[[], bool] = lambda: False
+) -> list[Path]:
     _check_space(model, files)
-    return [_download(model, file) for file in files]
+
+    def check(file: _File, n_bytes: int) -> None:
+        """Raise an error if a file must not get `n_bytes` bytes."""
+        if is_cancelled():
+            raise DownloadError(str(model), "it was cancelled; ask again to continue it")
+        if n_bytes > file.n_bytes:
+            reason = (
+                f"the hub sends more than the {file.n_bytes} bytes it has announced for {file.path}"
+            )
+            raise DownloadError(str(model), reason)
+
+    return [_download(model, file, partial(check, file)) for file in files]
 
 
 @contextmanager
@@ -218,7 +238,7 @@ def _check_space(model: ModelName, files: list[_File]) -> None:
         raise DownloadError(str(model), reason)
 
 
-def _download(model: ModelName, file: _File) -> Path:
+def _download(model: ModelName, file: _File, check: Callable[[int], None]) -> Path:
     """Download a file, and return its name in the cache."""
     import filelock
 
@@ -226,7 +246,7 @@ def _download(model: ModelName, file: _File) -> Path:
     part = blob.with_name(f"{blob.name}{INCOMPLETE}")
     with filelock.FileLock(f"{part}.lock"):  # a second caller waits
         if not blob.exists():
-            _fetch(model, file, part)
+            _fetch(model, file, part, check)
             part.replace(blob)
     directory = repo_directory(model.repo)
     path = directory / "snapshots" / file.commit / file.path
@@ -254,22 +274,20 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         new.unlink(missing_ok=True)
 
 
-class _Bounded(io.BufferedWriter):
-    """Writer of a file with a limit of bytes: a hub may send more than it announced."""
+class _Checked(io.BufferedWriter):
+    """Writer that calls `check` with the size of the file before each write."""
 
-    def __init__(self, path: Path, n_max: int, error: Exception) -> None:
+    def __init__(self, path: Path, check: Callable[[int], None]) -> None:
         super().__init__(io.FileIO(path, "ab"))
-        self._n_max = n_max
-        self._error = error
+        self._check = check
 
     def write(self, data: Any) -> int:
-        """Write as `io.BufferedWriter` does; raise the error if that were too much."""
-        if self.tell() + len(data) > self._n_max:
-            raise self._error
+        """Write as `io.BufferedWriter` does; raise the error of the check."""
+        self._check(self.tell() + len(data))
         return super().write(data)
 
 
-def _fetch(model: ModelName, file: _File, part: Path) -> None:
+def _fetch(model: ModelName, file: _File, part: Path, check: Callable[[int], None]) -> None:
     """Download the missing part of a file, and check the checksum of the whole."""
     from huggingface_hub import file_download, hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -277,11 +295,7 @@ def _fetch(model: ModelName, file: _File, part: Path) -> None:
     if _size(part) > file.n_bytes:
         part.unlink()
     try:
-        too_long = DownloadError(
-            str(model),
-            f"the hub sends more than the {file.n_bytes} bytes it has announced for {file.path}",
-        )
-        with _Bounded(part, file.n_bytes, too_long) as output:
+        with _Checked(part, check) as output:
             file_download.http_get(
                 hf_hub_url(model.repo, file.path, revision=file.commit),
                 output,

@@ -103,6 +103,10 @@ def create_models_app(
     async def pull(body: ollama.OllamaPullBody, _: Request) -> Response:
         return ollama.pulled(pool.pulls, body)
 
+    @safe.delete("/api/pull")
+    async def cancel_pull() -> dict[str, str]:
+        return pool.pulls.cancel()
+
     app.include_router(safe)
 
     @app.get("/v1/health")

@@ -46,11 +46,14 @@ def answers(page: Page, text: str, end: str | None = "stop") -> list[dict[str, A
 
 
 def never_ends(page: Page, text: str) -> None:
-    """Let the next answer get this text with each call of `window.more`, and not end."""
+    """Let the next answer get this text with each call of `window.more`, and not end unless it is stopped."""
     page.evaluate(
         """text => {
-            window.fetch = async () => new Response(new ReadableStream({
-                start: (controller) => (window.more = () => controller.enqueue(new TextEncoder().encode(text))),
+            window.fetch = async (_, { signal } = {}) => new Response(new ReadableStream({
+                start: (controller) => {
+                    window.more = () => controller.enqueue(new TextEncoder().encode(text));
+                    signal?.addEventListener("abort", () => controller.error(signal.reason));
+                },
             }));
         }""",
         events({"content": text}, end=None).partition("data: [DONE]")[0],
@@ -668,6 +671,48 @@ def test_of_a_long_chat_only_what_is_near_is_drawn(page: Page, base_url: str) ->
     expect(page.locator(".message").nth(1)).to_contain_text("A **paragraph**")
     page.locator("#messages").evaluate("box => (box.scrollTop = 0)")
     expect(page.locator(".message").nth(1).locator("strong")).to_have_text("paragraph")
+
+
+def test_a_long_chat_is_drawn_by_short_tasks_and_what_is_in_view_stays(
+    page: Page, base_url: str
+) -> None:
+    page.goto(base_url)
+    page.evaluate(FILL, [1, 500, LONG])
+    page.add_init_script("""
+        window.added = [];
+        addEventListener("DOMContentLoaded", () => new MutationObserver((changes) => {
+            const nodes = changes.flatMap((change) => [...change.addedNodes]);
+            window.added.push(nodes.filter((node) => node.classList?.contains("message")).length);
+        }).observe(document.getElementById("messages"), { childList: true }));
+    """)
+    page.reload()
+    expect(page.locator(".message")).to_have_count(1000)
+    assert max(page.evaluate("window.added")) <= 200
+    expect(page.get_by_text("chat 0, turn 499")).to_be_in_viewport()
+    # More messages than a task draws come while the chat is open.
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+    page.locator("#chats button.open").first.click()
+    expect(page.locator(".message")).to_have_count(1000)
+    answers(page, "done")
+    say(page, "one more")
+    expect(page.locator(".message")).to_have_count(1002)
+
+
+@pytest.mark.parametrize(("width", "focused"), [(1440, "prompt"), (390, "messages")])
+def test_the_focus_is_not_lost_with_the_button_that_disappears(
+    page: Page, base_url: str, width: int, focused: str
+) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    page.goto(base_url)
+    never_ends(page, "some words")
+    page.get_by_label("Message", exact=True).fill("Hi")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(f"#{focused}")).to_be_focused()
+    page.get_by_role("button", name="Stop").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.locator(f"#{focused}")).to_be_focused()
 
 
 def test_an_answer_that_grows_leaves_the_other_messages_alone(page: Page, base_url: str) -> None:

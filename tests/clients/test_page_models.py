@@ -106,6 +106,34 @@ def test_the_progress_is_shown_while_it_lasts(page: Page, base_url: str) -> None
     expect(dialog.get_by_role("button", name="Download and use it")).to_be_disabled()
 
 
+def test_a_download_is_cancelled(page: Page, base_url: str) -> None:
+    page.add_init_script("""
+        const fetchOf = window.fetch;
+        window.fetch = (...asked) => {
+            if (!String(asked[0]).endsWith("api/pull")) return fetchOf(...asked);
+            const line = (written) => new TextEncoder().encode(JSON.stringify(written) + "\\n");
+            if (asked[1].method === "DELETE") {
+                window.cancelled = asked[1].headers.authorization;
+                window.reports.enqueue(line({ error: "the download was cancelled" }));
+                window.reports.close();
+                return Promise.resolve(Response.json({ status: "cancelled" }));
+            }
+            const start = (reports) => { window.reports = reports; };
+            return Promise.resolve(new Response(new ReadableStream({ start })));
+        };
+    """)
+    dialog = opened(page, base_url)
+    cancel = dialog.get_by_role("button", name="Cancel the download")
+    expect(cancel).not_to_be_visible()
+    download(dialog)
+    page.wait_for_function("window.reports !== undefined")
+    cancel.click()
+    expect(dialog.get_by_role("status")).to_have_text("the download was cancelled.")
+    expect(cancel).not_to_be_visible()
+    expect(dialog.get_by_role("button", name="Download and use it")).to_be_enabled()
+    assert page.evaluate("window.cancelled") == "Bearer boss"
+
+
 @pytest.mark.parametrize(
     ("lines", "status", "said"),
     [

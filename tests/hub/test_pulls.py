@@ -178,6 +178,41 @@ async def test_one_model_is_downloaded_at_a_time_and_its_download_outlives_its_c
         assert cached_files(parse_name(NAME))
 
 
+@pytest.mark.parametrize("n_models", [1, 2])
+async def test_a_cancelled_download_ends_its_reports_and_continues_when_asked_again(
+    hub: FakeHub, n_models: int
+) -> None:
+    hub.stops_after = 600_000
+    models = dict.fromkeys("ab"[:n_models], EngineConfig())
+    app = create_app(EngineConfig(), CONFIG, make_engine=fake)
+    async with client_of(
+        app if n_models == 1 else create_models_app(models, CONFIG, make_engine=fake)
+    ) as client:
+        cancel = partial(client.delete, "/api/pull")
+        assert (await cancel()).status_code == 401
+        nothing = await cancel(headers=ADMIN)
+        assert nothing.status_code == 404
+        assert "nothing is being downloaded" in nothing.json()["error"]
+        found: list[dict[str, Any]] = []
+
+        async def ask() -> None:
+            found.extend(lines_of(await pull(client, model=NAME)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            assert await anyio.to_thread.run_sync(hub.has_stopped.wait, 30)
+            cancelled = await cancel(headers=ADMIN)
+            assert cancelled.json() == {"status": "cancelled", "model": NAME}
+        # The hub still sends nothing, and the reports have ended.
+        assert "was cancelled; ask again to continue it" in found[-1]["error"]
+        assert cached_files(parse_name(NAME)) is None
+        hub.stops_after = None
+        hub.goes_on.set()
+        assert lines_of(await pull(client, model=NAME))[-1]["status"] == "success"
+        assert (await cancel(headers=ADMIN)).status_code == 404
+    assert cached_files(parse_name(NAME))
+
+
 async def test_of_several_models_the_downloaded_one_is_one_more(hub: FakeHub) -> None:
     app = create_models_app({"a": EngineConfig(), "b": EngineConfig()}, CONFIG, make_engine=fake)
     async with client_of(app) as client:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import anyio
@@ -34,7 +34,7 @@ class Pull:
     download : Download or None
         None until the hub has listed the files.
     failure : str or None
-        Reason of a failure.
+        Reason of a failure, or that it was cancelled.
     """
 
     def __init__(self, model: ModelName) -> None:
@@ -42,27 +42,36 @@ class Pull:
         self.name = str(model)
         self.download: Download | None = None
         self.failure: str | None = None
+        self._is_cancelled = Event()
         self._thread = Thread(target=self._run, name="pull", daemon=True)
         logger.info("downloading %s", self.name)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self.download = Download(self._model)
+            self.download = Download(self._model, self._is_cancelled.is_set)
             self.download.run()
         except CllmError as error:
-            self.failure = str(error)
+            self.failure = self.failure or str(error)
             logger.warning("%s", error)
         except Exception:
-            self.failure = f"the download of {self.name} failed; the server's log has the reason"
+            self.failure = (
+                self.failure
+                or f"the download of {self.name} failed; the server's log has the reason"
+            )
             logger.exception("the download of %s failed", self.name)
         else:
             logger.info("downloaded %s", self.name)
 
+    def cancel(self) -> None:
+        """End the download; its thread ends at the next bytes of the hub, and what is here is kept."""
+        self.failure = f"the download of {self.name} was cancelled; ask again to continue it"
+        self._is_cancelled.set()
+
     @property
     def is_running(self) -> bool:
-        """True until the files are here, or the download has failed."""
-        return self._thread.is_alive()
+        """True until the files are here, or the download has failed or was cancelled."""
+        return self._thread.is_alive() and not self._is_cancelled.is_set()
 
 
 class Pulls:
@@ -95,6 +104,20 @@ class Pulls:
             if pull.failure is None:
                 self._on_success(pull.name)
             self._is_told = True
+
+    def cancel(self) -> dict[str, str]:
+        """Cancel the present download, and return its name.
+
+        Raises
+        ------
+        Problem
+            404: nothing is being downloaded.
+        """
+        pull = self._pull
+        if pull is None or not pull.is_running:
+            raise Problem(404, "nothing is being downloaded")
+        pull.cancel()
+        return {"status": "cancelled", "model": pull.name}
 
     async def reports(self, name: str) -> AsyncIterator[dict[str, Any]]:
         """Download a model, and yield the progress as Ollama's `/api/pull` has it.

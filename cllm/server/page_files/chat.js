@@ -286,8 +286,12 @@ function draw() {
 
 function drawButtons() {
   const isRunning = isBusy(current.id);
-  element("send").hidden = isRunning;
-  element("stop").hidden = !isRunning;
+  const [hidden, shown] = isRunning ? ["send", "stop"] : ["stop", "send"];
+  const hadFocus = document.activeElement === element(hidden);
+  element(hidden).hidden = true;
+  element(shown).hidden = false;
+  // Not to the other button: the next space of a writer would press it.  On a phone, the keyboard stays away.
+  if (hadFocus) element(narrow.matches ? "messages" : "prompt").focus({ preventScroll: true });
 }
 
 function drawWelcome() {

@@ -9,6 +9,7 @@ import { toolsByName } from "./settings.js";
 import { path } from "./tree.js";
 
 const N_AT_ONCE = 12; // the last messages, drawn with the chat
+const N_PER_TASK = 200; // rows of a long chat that are added in one task
 const NEAR = "1200px";
 const UNENDED = ["stopped", "lost", "length"];
 const BUSY_SHARE = 4; // drawing takes at most a fifth of the time
@@ -19,6 +20,7 @@ export class Messages {
     this.box = box;
     this.act = act;
     this.chat = null;
+    this.nRows = Infinity; // of the chat, from its end on, that are drawn
     this.editing = null; // id of the message that is being edited
     this.unfolded = new Set(); // ids of answers whose reasoning is open
     this.drawn = new Map(); // id: { element, key, fill }
@@ -35,8 +37,19 @@ export class Messages {
     this.near.disconnect();
     this.drawn.clear();
     this.box.replaceChildren();
-    this.draw();
+    this.grow(chat, N_PER_TASK);
     this.box.scrollTop = this.box.scrollHeight;
+  }
+
+  /** Draw the last `nRows` of the chat, and then more of them, until all are there.  What is in view stays there. */
+  grow(chat, nRows) {
+    if (chat !== this.chat) return;
+    const isAll = nRows >= chat.messages.length;
+    this.nRows = isAll ? Infinity : nRows;
+    const fromEnd = this.box.scrollHeight - this.box.scrollTop;
+    this.draw();
+    this.box.scrollTop = this.box.scrollHeight - fromEnd;
+    if (!isAll) setTimeout(() => this.grow(chat, nRows + N_PER_TASK));
   }
 
   /** Draw what has changed, soon. */
@@ -60,7 +73,7 @@ export class Messages {
     const isAtEnd = this.wantsEnd || this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
     this.wantsEnd = false;
     const focused = this.focused();
-    const shown = rowsOf(this.chat);
+    const shown = rowsOf(this.chat).slice(-this.nRows);
     const elements = shown.map((row, index) => this.elementOf(row, shown.length - index <= N_AT_ONCE, index === shown.length - 1));
     patch(this.box, elements);
     this.focusAgain(focused);

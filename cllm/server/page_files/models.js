@@ -53,6 +53,8 @@ async function pull(name) {
   const key = element("admin-key").value.trim();
   let end = "";
   element("pull-start").disabled = true;
+  element("pull-cancel").hidden = false;
+  element("pull-cancel").onclick = () => answered("api/pull", key, undefined, "DELETE").catch((error) => say(`${error.message}.`));
   say("Downloading …");
   try {
     if (!/^[\x21-\x7e]+$/.test(key)) throw new Error("A key has letters, digits and signs of ASCII");
@@ -70,6 +72,7 @@ async function pull(name) {
     }
     if (!pulled) throw new Error("The connection to the server is lost");
     end = "";
+    element("pull-cancel").hidden = true;
     await use(pulled, key);
   } catch (error) {
     say(`${error.message.replace(/\.$/, "")}.${end}`);
@@ -77,11 +80,12 @@ async function pull(name) {
     bar.hidden = true;
     element("pull-bytes").textContent = "";
     element("pull-start").disabled = false;
+    element("pull-cancel").hidden = true;
   }
 }
 
-async function answered(path, key, body) {
-  const response = await askAsAdmin(path, key, body);
+async function answered(path, key, body, method) {
+  const response = await askAsAdmin(path, key, body, method);
   if (!response.ok) throw new Error(await errorOf(response));
   return response;
 }

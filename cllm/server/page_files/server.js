@@ -20,9 +20,9 @@ export async function ask(path, options = {}) {
 }
 
 /** Ask as the operator of the server, with the admin key. */
-export function askAsAdmin(path, key, body) {
+export function askAsAdmin(path, key, body, method = "POST") {
   const headers = { "content-type": "application/json", authorization: `Bearer ${key}` };
-  return answerTo(path, { method: "POST", headers, body: JSON.stringify(body) });
+  return answerTo(path, { method, headers, body: JSON.stringify(body) });
 }
 
 let gone = () => {};

@@ -472,6 +472,12 @@ async def pull(body: OllamaPullBody, request: Request) -> Response:
     return pulled(state_of(request).pulls, body)
 
 
+@router.delete("/pull", summary="Cancel the present download")
+async def cancel_pull(request: Request) -> dict[str, str]:
+    """Cancel the download; the part that is here is kept."""
+    return state_of(request).pulls.cancel()
+
+
 def pulled(pulls: Pulls, body: OllamaPullBody) -> Response:
     """Return the answer to `/api/pull`: lines with the progress, or one line at the end."""
     if (name := body.model or body.name) is None:
