@@ -140,12 +140,23 @@ class Connection:
 
     A server may close a connection that is idle, or after a number of requests.  If the next request then fails
     before the first byte of an answer, it is sent again on a new connection.  Its time begins with that.
+
+    Parameters
+    ----------
+    headers : str
+        Further lines of the head of each request, each with its CRLF.
     """
 
     def __init__(
-        self, port: int, *, clock: Clock = time.perf_counter, timeout_s: float = TIMEOUT_S
+        self,
+        port: int,
+        *,
+        clock: Clock = time.perf_counter,
+        timeout_s: float = TIMEOUT_S,
+        headers: str = "",
     ) -> None:
         self._port = port
+        self._headers = headers
         self._clock = clock
         self._timeout_s = timeout_s
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -178,7 +189,7 @@ class Connection:
         data = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\n\r\n"
+            f"Content-Length: {len(data)}\r\n{self._headers}\r\n"
         )
         try:
             async with asyncio.timeout(self._timeout_s):
