@@ -3,7 +3,7 @@
 | question | answered by | asked for |
 |---|---|---|
 | How long does a tick take? | `next_tick_s`, `ticks` | waiting for requests, swapping, saving prefixes |
-| How many rows of prompts are worth it? | `ticks.n_prompt_rows`, `n_rows_together`, `goes_on` | `Turns` |
+| How many rows of prompts are worth it? | `ticks.n_prompt_rows`, `n_rows_within`, `n_rows_together`, `goes_on` | `Turns` |
 | What does one more row cost? | `rows` | drafts |
 
 Pure: times come in as numbers.
@@ -140,6 +140,18 @@ class DecodeCost:
         """
         turn_s = self._prompts_turn_s + self._prompts_tick_s
         return turn_s <= self._decoding_tick_s and self.prompts.are_tiles_dear(n_held)
+
+    def n_rows_within(self, share: float, n_computed: int) -> int:
+        """Return the number of rows of a prompt within a share of the last tick that only decoded; at least 1.
+
+        Parameters
+        ----------
+        share : float
+        n_computed : int
+            Number of computed tokens of the prompt.
+        """
+        seconds = share * self._decoding_tick_s
+        return self.ticks.n_prompt_rows((), n_computed, seconds, is_gradual=False)
 
     def n_rows_together(self, n_held: int) -> float:
         """Return the number of prompt rows in a tick beyond which more rows save little."""

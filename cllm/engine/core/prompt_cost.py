@@ -8,8 +8,6 @@ long.  Pure: times come in as numbers.
 
 from __future__ import annotations
 
-import math
-
 from cllm.engine.core.scheduler import ATTENTION_TILE
 from cllm.engine.core.tick_cost import TickCost
 
@@ -60,7 +58,7 @@ class PromptCost:
     def n_rows_together(self, decode_s: float, n_cells: int) -> float:
         """Return the number of prompt rows in a tick beyond which more save little and delay each other.
 
-        Infinite while the cost of a row is unknown.
+        Less than a tile while the cost of a row is unknown.
 
         Parameters
         ----------
@@ -69,11 +67,9 @@ class PromptCost:
         n_cells : int
             Cells in use.
         """
-        if self.are_tiles_dear(n_cells):
-            return ATTENTION_TILE - 1
         fixed, per_row, _ = self._cost.coefficients
-        if per_row <= 0.0:
-            return math.inf
+        if self.are_tiles_dear(n_cells) or per_row <= 0.0:
+            return ATTENTION_TILE - 1
         seconds = max(fixed / FIXED_SHARE, decode_s / DECODING_SHARE)
         return max(ATTENTION_TILE, seconds / per_row)
 

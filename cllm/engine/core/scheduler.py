@@ -186,6 +186,14 @@ def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[o
     return urgencies
 
 
+def first_prompt(running: Iterable[Sequence], now: float) -> Sequence | None:
+    """Return the prompt of which `plan` computes rows first; None without any."""
+    sequences = list(running)
+    urgencies = _with_followers(sequences, now)
+    prompts = (s for s in sequences if s.is_ready and s.n_pending > 1)
+    return min(prompts, key=lambda s: urgencies[s.request_id], default=None)
+
+
 def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:
     """Return the sequence that is served first; None without any."""
     several = list(sequences)

@@ -1,7 +1,7 @@
 """Tenants: how many rows each has had, and whose requests come next.  Inference thread only.
 
 Deficit round robin without a fixed quantum: a tenant's share is its rows divided by its weight, and
-the tenant that is furthest behind has the next turn.  A free seq_id goes first to tenants that have fewer
+the tenant that is furthest behind has the next turn; of equal ones, that with fewer requests.  A free seq_id goes first to tenants that have fewer
 than their weights give them: so a client that sends its next request at once keeps its place beside a
 flood.  Nothing is saved up: a tenant that comes, or comes back, starts level with the one that is furthest
 behind.  A tenant with little to do counts as at most `MAX_DEFICIT` rows behind.
@@ -24,6 +24,7 @@ from cllm.engine.core.sequence import AGEING_S, Sequence, Tenant
 # Names come from clients, so the number of tenants without requests that are remembered is limited.
 N_REMEMBERED = 1000
 MAX_DEFICIT = 256  # rows, or twice those of a tick if they are more
+RECENT_S = 10.0  # a tenant whose last request began so long ago may send another at any time
 
 
 class Tenants:
@@ -66,6 +67,18 @@ class Tenants:
             elif len(idle) > N_REMEMBERED:
                 del self._all[idle[0]]
 
+    def may_come(self, tenant: Tenant, present: Collection[Tenant], now: float) -> bool:
+        """Return True if a tenant that would come before `tenant` may send a request at any time.
+
+        Tenants in `present` have one that waits for this tick.
+        """
+        return any(
+            _share_of(other) < _share_of(tenant)
+            and now - other.admitted_at < RECENT_S
+            and other not in present
+            for other in self._all.values()
+        )
+
     def charge(self, rows: Iterable[tuple[Sequence, int]]) -> None:
         """Count the rows of a planned tick for the tenants of its sequences; they count if the decode fails, too."""
         if not self.are_several:
@@ -95,8 +108,8 @@ def by_turn(
         return lambda s: s.urgency(now)
     tenants = [several[0].tenant for several in of_tenant.values()]
 
-    def share_of(tenant: Tenant) -> tuple[bool, float]:
-        return tenant.name in satisfied, tenant.served
+    def share_of(tenant: Tenant) -> tuple[bool, float, int]:
+        return tenant.name in satisfied, *_share_of(tenant)
 
     first, second = sorted(tenants, key=share_of)[:2]
     rises = first if share_of(first) < share_of(second) else None
@@ -117,6 +130,11 @@ def by_turn(
         return level, *share_of(s.tenant), s.tenant.admitted_at, s.tenant.name, *s.urgency(now)
 
     return key
+
+
+def _share_of(tenant: Tenant) -> tuple[float, int]:
+    """Return what a tenant has had: the smallest comes first, of equal ones that with fewer requests."""
+    return tenant.served, tenant.n_requests
 
 
 def with_their_seats(

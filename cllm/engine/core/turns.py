@@ -6,6 +6,8 @@ The rules, in the order in which they narrow the running sequences:
 |---|---|---|
 | kinds | prompts and decoding sequences are dear together (`separates_prompts`), no `target_itl_ms`, both are there | one kind: prompts, unless some decoding sequences have waited since the last tick of prompts |
 | long turns | kinds are apart, tiles of several prompts are dear | prompts again, as long as their turn is shorter than a tick that decodes |
+| guests | kinds are apart, prompts of several tenants | prompts of the tenant that is furthest behind its share |
+| short ticks | kinds are apart, another tenant, which would come before that of the prompts, may send one at any time | prompts again, also of that other tenant, until the turn has `n_prefill_chunk` rows |
 | adapters | the sequences have several sets of LoRA adapters | one set: the one that had no turn for longest, among those that decode and that of the most urgent prompt |
 | tenants | requests of several tenants wait for rows or a seq_id (`tenants`) | first the tenant that is furthest behind its share, within a level of priority |
 | media | a sequence's next rows are of a media chunk | one media chunk alone, in a second decode after the others |
@@ -20,6 +22,7 @@ The rows of prompts in a tick are limited by
 | nothing | `target_itl_ms`, and the gap of the streams belongs to rows of a media chunk or to an encode |
 | rows computed within `max_tick_s` | the decoder has a `max_tick_s`, and `target_itl_ms` sets no limit |
 | what is best computed together | `separates_prompts`, and a prompt is ready |
+| rows computed within half the time of a tick that decodes | short ticks |
 | a row for each decoding sequence is left free | a tick of prompts alone |
 
 `scheduler.plan` then shares the rows, which count for their tenants.  No clock, no llama.cpp.
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from cllm.engine.config import EngineConfig
 from cllm.engine.core import scheduler
@@ -43,6 +47,41 @@ from cllm.engine.lora import LoraSet
 
 # The work that may fill the gap between two tokens of the streams, besides their own rows.
 OWNERS = PROMPTS, MEDIA, ENCODER = "prompts", "media", "encoder"
+# A tick that another tenant may have to wait for takes this share of one that decodes, and the rows of its prompt
+# are a multiple of what llama.cpp's matrix products on a CPU compute well together.
+SHORT_SHARE, N_SHORT_ROWS = 1 / 2, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _ShortTurn:
+    """Ticks of a tenant's prompts, one after another, each of which another tenant may have to wait for.
+
+    Attributes
+    ----------
+    cut : Sequence
+        Sequence whose prompt the last tick has cut; any of its sequences if it has cut none.
+    n_rows : int
+        Rows of all these ticks.
+    """
+
+    cut: Sequence
+    n_rows: int
+
+    @classmethod
+    def after(cls, before: _ShortTurn | None, chunks: list[Chunk]) -> _ShortTurn | None:
+        """Return the turn with one more tick; None without rows."""
+        if not chunks:
+            return None
+        n_before = before.n_rows if before is not None else 0
+        last = next((chunk for chunk in chunks if not chunk.completes), chunks[-1])
+        return cls(last.sequence, n_before + sum(chunk.n_rows for chunk in chunks))
+
+    def goes_on(self, first: Sequence | None, n_rows_max: float) -> bool:
+        """Return True if `first` is computed next, also if sequences that decode wait."""
+        if first is None:
+            return False
+        is_of_other = first.tenant is not self.cut.tenant
+        return is_of_other or (first is self.cut and self.n_rows < n_rows_max)
 
 
 class Turns:
@@ -81,6 +120,7 @@ class Turns:
         self._owner: str | None = None
         self._is_full = False
         self._n_prompts_turn = 0  # the last tick of prompts alone
+        self._short: _ShortTurn | None = None  # the last tick was one of its ticks
         self._last_id = -1  # seq_id of the last decoding sequence that had its turn
 
     def plan(
@@ -102,28 +142,40 @@ class Turns:
         n_sets = max(1, len({s.loras for s in ready})) if has_loras else 1
         has_prompts = self._decoder.separates_prompts and len(ready) > len(decoding)
         n_together = self._cost.n_rows_together(self._kv_cache.n_held) if has_prompts else math.inf
-        is_prompts = has_prompts and self._is_prompts_turn(decoding)
+        first = self._first_of_several_tenants(running, decoding, now) if has_prompts else None
+        is_prompts = has_prompts and self._is_prompts_turn(decoding, first)
         is_decoding = not is_prompts and self._are_kinds_apart(decoding)
+        is_short = False
         turn = running
         if is_prompts:
             self._n_prompts_turn = self.n
             turn = prompts_of(running)
+            if first is not None:
+                present = [s.tenant for s in turn]
+                is_short = self.tenants.may_come(first.tenant, present, now)
+                turn = [s for s in turn if s.tenant is first.tenant or not s.is_ready]
         if is_decoding:
             turn = decoding
         if n_sets > 1:
             turn = with_same_loras(turn, now)
         if is_decoding:
             turn, self._last_id = decoding_of(turn, self._last_id)
+        n_prompt_rows = self._n_prompt_rows(turn, n_sets)
+        if first is not None and is_short:
+            n_short = self._cost.n_rows_within(SHORT_SHARE, first.n_computed)
+            n_short = max(1, n_short // N_SHORT_ROWS) * N_SHORT_ROWS
+            n_prompt_rows = min(n_short, n_rows if n_prompt_rows is None else n_prompt_rows)
         chunks = scheduler.plan(
             turn,
             n_rows - (len(decoding) if is_prompts else 0),
-            self._n_prompt_rows(turn, n_sets),
+            n_prompt_rows,
             is_awaited=is_prompts or n_sets > 1,
             n_prefill_chunk=self._n_prefill_chunk,
             n_together=n_together,
             n_outputs_max=self._decoder.n_outputs_max,
             now=now,
         )
+        self._short = _ShortTurn.after(self._short, chunks) if is_short else None
         self._is_full |= len(chunks) > len(decoding) and self._has_room(decoding)
         self.tenants.charge((chunk.sequence, chunk.n_rows) for chunk in chunks)
         return chunks
@@ -199,11 +251,22 @@ class Turns:
         """Return True if prompts and decoding sequences have ticks of their own."""
         return self._decoder.separates_prompts and self._target_s is None and bool(decoding)
 
-    def _is_prompts_turn(self, decoding: list[Sequence]) -> bool:
+    def _is_prompts_turn(self, decoding: list[Sequence], first: Sequence | None) -> bool:
         if not self._are_kinds_apart(decoding):
             return False
         is_due = is_decoding_due(decoding, self._n_prompts_turn)
-        return not is_due or self._cost.goes_on(self._kv_cache.n_held)
+        if not is_due or self._cost.goes_on(self._kv_cache.n_held):
+            return True
+        n_rows_max = self._n_prefill_chunk or math.inf
+        return self._short is not None and self._short.goes_on(first, n_rows_max)
+
+    def _first_of_several_tenants(
+        self, running: list[Sequence], decoding: list[Sequence], now: float
+    ) -> Sequence | None:
+        """Return the prompt that is computed first; None if there is one tenant, or prompts have no ticks of their own."""
+        if not (self.tenants.are_several and self._are_kinds_apart(decoding)):
+            return None
+        return scheduler.first_prompt(running, now)
 
     def _n_prompt_rows(
         self, turn: list[Sequence], n_sets: int, *, is_apart: bool = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from cllm.engine.core.prompt_cost import (
@@ -32,8 +30,8 @@ def test_as_many_rows_go_together_as_make_everything_else_a_small_share(decode_s
     assert learned().n_rows_together(decode_s, 0) == pytest.approx(rows_s / ROW_S, rel=0.05)
 
 
-def test_before_there_was_a_tick_nothing_limits_them() -> None:
-    assert PromptCost().n_rows_together(1.0, 0) == math.inf
+def test_before_there_was_a_tick_they_are_less_than_a_tile() -> None:
+    assert PromptCost().n_rows_together(1.0, 0) < ATTENTION_TILE
 
 
 def test_where_a_decode_costs_what_its_rows_do_a_tile_is_enough() -> None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.engine.core.sequence import AGEING_S, Sequence
+from cllm.engine.core.sequence import AGEING_S
+from cllm.engine.core.sequence import Sequence as RunningSequence
 from cllm.engine.core.tenants import N_REMEMBERED, Tenants, by_turn, yielding
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
+from cllm.testing.fake_decoder import FakeRun, Latency
 from tests.conftest import some_in_fast
 from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator
 
 
-def sequence_of(n_tokens: int, *, tenant: str, priority: int = 0) -> Sequence:
+def sequence_of(n_tokens: int, *, tenant: str, priority: int = 0) -> RunningSequence:
     request = GenerationRequest(
         f"{tenant}{n_tokens}", n_tokens, (1,) * n_tokens, SamplingParams(), priority, 0.0, None,
         tenant=tenant,
     )  # fmt: skip
-    return Sequence(request)
+    return RunningSequence(request)
 
 
 LAYOUTS = pytest.mark.parametrize(
@@ -38,7 +40,12 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 def flooded(
-    n_requests: int = 200, *, latency_s: float = 0.01, max_tokens: int = 20, **options: Any
+    n_requests: int = 200,
+    *,
+    latency_s: Latency = 0.01,
+    max_tokens: int = 20,
+    prompt: str = "request {} of a",
+    **options: Any,
 ) -> Simulator:
     """An engine that computes what one tenant has sent at once."""
     sim = Simulator(
@@ -46,7 +53,7 @@ def flooded(
         latency_s=latency_s,
     )
     for n in range(n_requests):
-        sim.submit(f"request {n} of a".encode(), max_tokens=max_tokens, tenant="a")
+        sim.submit(prompt.format(n).encode(), max_tokens=max_tokens, tenant="a")
     sim.tick(6)
     return sim
 
@@ -104,6 +111,47 @@ def test_clients_that_ask_again_and_again_hardly_wait_longer_beside_a_flood(
     assert beside[p95] <= 1.5 * alone[p95]
 
 
+def cost_of(runs: Sequence[FakeRun]) -> float:
+    """Seconds of a decode of SmolLM2-135M on two cores without AVX-512."""
+    rows = (len(run.tokens) for run in runs)
+    return 0.006 + sum(0.009 if n == 1 else 0.006 * n for n in rows)
+
+
+def seconds_to_first_tokens(sim: Simulator, n_clients: int, n_requests: int) -> list[float]:
+    """Return the seconds to each first token of clients of b, sorted; each request comes as a tick begins."""
+    seconds: list[float] = []
+    since: dict[str, float] = {}
+    n_sent, n_idle = 0, n_clients
+    while len(seconds) < n_requests:
+        began = sim.now
+        if sim.core.has_work:
+            sim.tick()
+        answered = [request_id for request_id in since if sim.tokens[request_id]]
+        seconds += [sim.now - since.pop(request_id) for request_id in answered]
+        for _ in range(n_idle):
+            n_sent += 1
+            request_id = sim.submit(f"{n_sent:b<40}".encode(), max_tokens=32, tenant="b")
+            since[request_id] = began
+        open_of_b = [
+            r for r in sim.requests.values() if r.tenant == "b" and r.request_id not in sim.finished
+        ]
+        n_idle = n_clients - len(open_of_b)
+    return sorted(seconds)
+
+
+@pytest.mark.parametrize("n_clients", [1, 2, 3])
+def test_beside_a_flood_the_first_tokens_come_after_half_as_long_again_at_most(
+    n_clients: int,
+) -> None:
+    options: dict[str, Any] = {"n_seq_max": 8, "n_ctx": 4096, "n_batch": 512, "max_tokens": 32}
+    options |= {"separates_prompts": True, "latency_s": cost_of, "prompt": "{:a<40}"}
+    alone, beside = (
+        seconds_to_first_tokens(flooded(n, **options), n_clients, 24) for n in (0, 400)
+    )
+    p95 = int(0.95 * 23)
+    assert beside[p95] <= 1.5 * alone[p95]
+
+
 def test_a_flood_that_has_waited_for_long_is_no_more_urgent_than_a_new_tenant() -> None:
     sim = flooded(200, latency_s=AGEING_S)
     assert n_ticks_to_first_token(sim, tenant="b") <= 2
@@ -146,7 +194,7 @@ def test_floods_have_rows_by_their_weights(
     rows: Counter[str] = Counter()
     charge = sim.core.turns.tenants.charge
 
-    def count(charged: Iterable[tuple[Sequence, int]]) -> None:
+    def count(charged: Iterable[tuple[RunningSequence, int]]) -> None:
         several = list(charged)
         for sequence, n_rows in several:
             rows[sequence.tenant.name] += n_rows
@@ -237,7 +285,7 @@ def test_who_yields_leaves_no_tenant_with_less_than_the_one_that_comes(
         assert names_of(left)[victim.tenant.name] >= names_of(running)[own] + 1
 
 
-def names_of(sequences: list[Sequence]) -> Counter[str]:
+def names_of(sequences: list[RunningSequence]) -> Counter[str]:
     return Counter(s.tenant.name for s in sequences)
 
 
