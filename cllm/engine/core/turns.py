@@ -78,10 +78,9 @@ class _ShortTurn:
 
     def goes_on(self, first: Sequence | None, n_rows_max: float) -> bool:
         """Return True if `first` is computed next, also if sequences that decode wait."""
-        if first is None:
+        if first is None or self.n_rows >= n_rows_max:
             return False
-        is_of_other = first.tenant is not self.cut.tenant
-        return is_of_other or (first is self.cut and self.n_rows < n_rows_max)
+        return first is self.cut or first.tenant is not self.cut.tenant
 
 
 class Turns:
@@ -151,7 +150,7 @@ class Turns:
             self._n_prompts_turn = self.n
             turn = prompts_of(running)
             if first is not None:
-                present = [s.tenant for s in turn]
+                present = [s.tenant for s in turn if s.n_pending > 1]
                 is_short = self.tenants.may_come(first.tenant, present, now)
                 turn = [s for s in turn if s.tenant is first.tenant or not s.is_ready]
         if is_decoding:

@@ -152,6 +152,29 @@ def test_beside_a_flood_the_first_tokens_come_after_half_as_long_again_at_most(
     assert beside[p95] <= 1.5 * alone[p95]
 
 
+def test_streams_decode_in_time_beside_the_prompts_of_three_tenants() -> None:
+    """Each tick of prompts is short, because the tenant of the stream may send a request."""
+    sim = flooded(
+        60, n_ctx=4096, n_seq_max=8, n_batch=512, max_tokens=4, n_prefill_chunk=64,
+        separates_prompts=True, latency_s=cost_of, prompt="{:a<200}",
+    )  # fmt: skip
+    sim.submit(b"of c", max_tokens=60, tenant="c")
+    for n in range(60):
+        sim.submit(f"{n:b<200}".encode(), max_tokens=4, tenant="b")
+    sim.tick(20)
+    batches = sim.decoder.batches = []
+    sim.tick(200)
+    n_between, sums = 0, []
+    for runs in batches:
+        if any(n_tokens == 1 for _, n_tokens, _ in runs):
+            sums.append(n_between)
+            n_between = 0
+        else:
+            n_between += sum(n_tokens for _, n_tokens, _ in runs)
+    assert max(sums) <= 2 * 64
+    assert len(sums) > 20
+
+
 def test_a_flood_that_has_waited_for_long_is_no_more_urgent_than_a_new_tenant() -> None:
     sim = flooded(200, latency_s=AGEING_S)
     assert n_ticks_to_first_token(sim, tenant="b") <= 2
