@@ -39,6 +39,7 @@ from cllm.hub.names import is_name
 from cllm.settings import settings_of
 
 N_SHOWN = 64  # tokens of /tokens, and characters of a message
+N_UNDONE = 400  # characters of a message that /undo shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,26 @@ class ChatCommands:
     async def _reset(self, _: str) -> None:
         self._chat.history.reset()
         self._chat.file = None
+        self._drop_files()
         note("A new chat.")
 
     async def _undo(self, _: str) -> None:
+        if self._drop_files():
+            note("The files before the next message are taken back.")
+            return
         turn = self._chat.history.undo()
-        note("There is nothing to undo." if turn is None else f"Taken back: {turn.message}")
+        note(
+            "There is nothing to undo."
+            if turn is None
+            else f"Taken back: {_shortened(turn.message)}"
+        )
+
+    def _drop_files(self) -> bool:
+        """Forget the files before the next message; return False if there are none."""
+        chat = self._chat
+        had_files = bool(chat.attached or chat.media)
+        chat.attached, chat.media = [], []
+        return had_files
 
     async def _regen(self, _: str) -> None:
         chat = self._chat
@@ -233,9 +249,15 @@ class ChatCommands:
             )
             return
         field = PARAMETERS.get(name)
+        if field is not None and not text:
+            note(f"{field} = {getattr(chat.params, field)!r}")
+            return
+        if name in self._commands:
+            complain(f"{name} is no parameter: use /{name}")
+            return
         if field is None:
             meant = closest(name, PARAMETERS)
-            hint = f"did you mean {meant}" if meant else "cllm generate --help has their names"
+            hint = f"did you mean {meant}" if meant else "Tab after /set has their names"
             complain(f"there is no parameter {name}; {hint}")
             return
         try:
@@ -357,6 +379,11 @@ def _value_of(field: str, text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _shortened(message: str) -> str:
+    """Return a message without what is beyond `N_UNDONE` characters, such as the rest of a file."""
+    return message if len(message) <= N_UNDONE else f"{message[:N_UNDONE]} …"
 
 
 def files() -> Iterable[str]:

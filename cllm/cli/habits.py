@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from cllm.hub.names import PREFIX
+
 # Commands of Ollama and llama.cpp, and those that do the same here.
 _COMMANDS = {
     "run": "cllm chat -m MODEL, or cllm generate -m MODEL PROMPT",
@@ -25,6 +27,7 @@ ON, OFF = ["--flash-attn"], ["--no-flash-attn"]
 _FLASH_ATTENTION: dict[str, list[str]] = {
     "on": ON, "1": ON, "true": ON, "off": OFF, "0": OFF, "false": OFF, "auto": [],
 }  # fmt: skip
+_ADDRESS = re.compile(r"https?://(?:(?:huggingface|hf)\.co/(?P<repo>[\w.-]+/[\w.-]+))?", re.ASCII)
 _OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
 
 
@@ -34,9 +37,15 @@ def hint_for_command(name: str) -> str:
 
 
 def hint_for_model(name: str) -> str:
-    """Return how to name a model that was named as Ollama does; "" for other names, and for files."""
-    if ":" not in name or not _OLLAMA_NAME.fullmatch(name) or Path(name).exists():
+    """Return how to name a model that was named as elsewhere; "" for other names, and for files."""
+    if address := _ADDRESS.match(name):
+        repo = address["repo"] or "USER/REPO"
+        return f"addresses are not read: give a GGUF file or {PREFIX}{repo}:QUANT"
+    is_path = name.startswith(".") or name.endswith(".gguf") or Path(name).exists()
+    if is_path or not _OLLAMA_NAME.fullmatch(name) or not {":", "/"} & set(name):
         return ""
+    if ":" not in name:
+        return f"there is no such file: a repository of Hugging Face is {PREFIX}{name}:QUANT"
     return "names of Ollama are not known: give a GGUF file or hf:USER/REPO:QUANT"
 
 

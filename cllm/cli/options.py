@@ -170,7 +170,10 @@ class EngineFlags(Flags):
             given["model"] = model
         for name in ("model", "speculation", "embedding_model"):
             value = given.get(name)
-            if is_name(value) or (isinstance(value, str) and hint_for_model(value)):
+            # A word such as "ngram" is a kind of speculation.
+            if isinstance(value, str) and (
+                ":" in value or (name != "speculation" and hint_for_model(value))
+            ):
                 given[name] = model_file(value)
         # `n_threads` alone sets the threads of batches too.
         if "n_threads" in given:

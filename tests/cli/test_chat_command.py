@@ -98,6 +98,25 @@ def test_what_is_set_holds_for_the_next_answers() -> None:
     ]  # fmt: skip
 
 
+def test_files_before_the_next_message_are_dropped_by_clear_and_by_undo(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("count:1..9" + " too long" * 100)
+    lines = [f"/file {file}", "/clear", "1+1=", f"/file {file}", "/undo", "2+2=", "/undo"]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert done.stdout == "2\n4\n"
+    assert "The files before the next message are taken back." in done.stderr
+    assert done.stderr.splitlines()[-1] == "Taken back: 2+2="
+
+
+def test_a_parameter_without_a_value_is_shown() -> None:
+    lines = ["/set temp", "/set max_tokens", "/set system Be nice", "/set n_ctx 100"]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert done.stderr.splitlines() == [
+        "temperature = 0.0", "max_tokens = None", "cllm: system is no parameter: use /system",
+        "cllm: there is no parameter n_ctx; Tab after /set has their names",
+    ]  # fmt: skip
+
+
 def test_what_a_command_cannot_do_is_one_line_and_the_chat_goes_on() -> None:
     problems = {
         "/set nope 1": "there is no parameter nope",

@@ -19,7 +19,7 @@ from PIL import Image as Pillow
 from cllm import Engine, EngineConfig, SamplingParams, TokenDelta, TokenStream
 from cllm.cli import generate as generate_module
 from cllm.cli.generate import Form, PromptRun
-from cllm.cli.habits import as_spelt_here
+from cllm.cli.habits import as_spelt_here, hint_for_model
 from cllm.cli.options import EngineFlags, SamplingFlags
 from cllm.cli.terminal import InputLine, StandardOutput, visible
 from tests.cli.children import CLLM, CTRL_C, ENDLESS, ROOT, Terminal, run_cllm, start_cllm
@@ -212,13 +212,26 @@ def test_flash_attention_without_a_value_is_on() -> None:
     assert run_cllm("generate", "-fa=maybe", "x").returncode == 2
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "info"])
-def test_a_model_named_as_ollama_does_gets_a_hint(command: str) -> None:
-    model = ("llama3.2:1b",) if command == "info" else ("-m", "llama3.2:1b")
+@pytest.mark.parametrize(
+    ("command", "name", "hint"),
+    [
+        *((command, "llama3.2:1b", "hf:USER/REPO:QUANT") for command in ("chat", "generate", "info")),
+        ("generate", "user/model-GGUF", "hf:user/model-GGUF:QUANT"),
+        ("info", "https://huggingface.co/user/model/resolve/main/a.gguf", "hf:user/model:QUANT"),
+        ("generate", "https://other.example/a.gguf", "hf:USER/REPO:QUANT"),
+    ],
+)  # fmt: skip
+def test_a_model_named_as_elsewhere_gets_a_hint(command: str, name: str, hint: str) -> None:
+    model = (name,) if command == "info" else ("-m", name)
     done = run_cllm(command, *model, *(("x",) if command == "generate" else ()))
     assert done.returncode == 2
-    assert "hf:USER/REPO:QUANT" in done.stderr
+    assert hint in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nowhere/model", "nothing.gguf", "..", ""])
+def test_a_path_of_a_missing_model_gets_no_hint_about_names(name: str) -> None:
+    assert hint_for_model(name) == ""
 
 
 def test_a_request_that_fails_has_its_line_of_json_too() -> None:

@@ -301,6 +301,12 @@ async def test_the_model_of_a_server_is_replaced_by_one_that_was_downloaded(hub:
         for wrong, status in (("gone.gguf", 400), ("/", 400), (f"hf:{REPO}:Q2_K", 502)):
             response = await client.post("/admin/reload", json={"model": wrong}, headers=ADMIN)
             assert response.status_code == status, response.text
+        plain = partial(client.post, "/admin/reload", headers=ADMIN)  # as curl -d sends it
+        assert (
+            "gone.gguf"
+            in (await plain(content=b'{"model": "gone.gguf"}')).json()["error"]["message"]
+        )
+        assert "must be a JSON object" in (await plain(content=b"[]")).text
         asked = {"prompt": "1+1=", "temperature": 0}
         answer = (await client.post("/v1/completions", json=asked)).json()
         assert answer["choices"][0]["text"] == "2"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Any, cast
 
 import pytest
+import typer
 
+from cllm.cli.app import command_line
 from cllm.server.config import ServerConfig
 from cllm.server.routes.page import FILES
 from tests.server.conftest import refusal_of
@@ -99,6 +102,15 @@ def test_every_module_of_the_first_view_is_preloaded() -> None:
     preloaded = set(re.findall(r'rel="modulepreload" href="page/([^"]+)"', page))
     later = {"highlight.js", "temml.js", "main.js"}
     assert preloaded == {path.name for path in FILES.glob("*.js")} - later
+
+
+def test_the_commands_that_it_shows_can_be_typed() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in FILES.glob("*.js"))
+    commands = re.findall(r'"cllm (\w+) ([^"]+)"', text)
+    assert len(commands) >= 2
+    for name, arguments in commands:
+        group = cast(Any, typer.main.get_command(command_line(name)))
+        group.commands[name].make_context(name, arguments.split())  # raises for a wrong one
 
 
 async def test_without_it_there_is_nothing() -> None:

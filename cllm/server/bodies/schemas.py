@@ -134,6 +134,7 @@ class Body(BaseModel):
     """Base of all bodies."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", protected_namespaces=())
+    is_optional: ClassVar[bool] = False  # True: a request without a body has an empty one
     harmless: ClassVar[frozenset[str]] = HARMLESS
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL
 

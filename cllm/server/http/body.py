@@ -23,8 +23,10 @@ TENANT_HEADER = "x-tenant"
 MAX_BRACKETS = 1 << 18  # opening brackets of one body, in its strings too
 
 
-async def json_of(request: Request) -> Any:
+async def json_of(request: Request, *, is_optional: bool = False) -> Any:
     """Return the value of the JSON body of a request; its content type is ignored.
+
+    If the body is optional, {} stands for a missing one.
 
     Raises
     ------
@@ -38,6 +40,8 @@ async def json_of(request: Request) -> Any:
             body += part
     except ClientDisconnect:
         raise Problem(400, "the client left before its body was complete") from None
+    if not body and is_optional:
+        return {}
     if not body:
         raise Problem(400, "the body is missing")
     return parsed(body)
@@ -144,9 +148,10 @@ class SafeRoute(APIRoute):
         body_type: type[BaseModel] = model
 
         async def handle(request: Request) -> Response:
-            value = await json_of(request)
-            if isinstance(value, dict):
-                _set_turn(value, body_type, request)
+            value = await json_of(request, is_optional=getattr(body_type, "is_optional", False))
+            if not isinstance(value, dict):
+                raise Problem(400, "the body must be a JSON object")
+            _set_turn(value, body_type, request)
             try:
                 body = body_type.model_validate(value)
             except ValidationError as error:

@@ -29,7 +29,7 @@ export function welcome({ model, modalities = [] }, isForgetful, ask, attach) {
       ...(isTiny ? OF_TINY : OF_OTHERS).map((text) => chip(text, () => ask(text))),
       ...modalities.filter((kind) => kind in WITH).map((kind) => chip(WITH[kind], () => attach(WITH[kind]))),
     ),
-    node("p", { class: "soft" }, "Another model: ", node("code", {}, "cllm serve -m FILE.gguf"), " or ", node("code", {}, "cllm serve hf:USER/REPO:Q4_K_M"), "."),
+    node("p", { class: "soft" }, "Another model: ", node("code", {}, "cllm serve -m FILE.gguf"), " or ", node("code", {}, "cllm serve -m hf:USER/REPO:Q4_K_M"), "."),
     node("p", { class: "chips" }, chip("Download another …", openModels)),
     node("p", { class: "soft" }, isForgetful ? "This browser keeps no chats: they end with this tab." : "Chats stay in this browser."),
   );

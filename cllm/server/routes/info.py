@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 from fastapi import APIRouter, Request
@@ -13,17 +13,20 @@ from starlette.responses import JSONResponse, Response
 from cllm import DownloadError, EngineStatus, ModelLoadError, SamplingParams, __version__
 from cllm.server.bodies.fields import MEDIA_MARKER, Text
 from cllm.server.bodies.schemas import Body
+from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import RETRY_AFTER_S, Problem, invalid
 from cllm.server.http.replies import Reply, Writer
 from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of, visible_slots
 
-router: APIRouter = APIRouter(tags=["operation"])
+router: APIRouter = APIRouter(route_class=SafeRoute, tags=["operation"])
 LATEST = ":latest"  # the tag that clients of Ollama add to a name without one
 
 
 class ReloadBody(Body):
     """`POST /admin/reload`: another model, by file or name; without one, the present model again."""
+
+    is_optional: ClassVar[bool] = True
 
     model: Text | None = None
 
@@ -81,14 +84,14 @@ def _health(request: Request) -> dict[str, Any]:
 
 
 @router.post("/admin/reload", summary="Read the model again, without a gap")
-async def reload(request: Request, body: ReloadBody | None = None) -> dict[str, Any]:
+async def reload(body: ReloadBody, request: Request) -> dict[str, Any]:
     """Load the model's file, or another model, beside the present model, and use it for new requests.
 
     The middleware `Limits` has checked the admin key.
     """
     state = state_of(request)
     try:
-        model = None if body is None else body.model
+        model = body.model
         # With several models, the field has selected this one.
         is_this = model is not None and model.removesuffix(LATEST) == state.model_name
         if model is not None and not is_this and state.is_pooled:
