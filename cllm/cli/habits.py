@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cllm.hub.names import PREFIX
-
 # Commands of Ollama and llama.cpp, and those that do the same here.
 _COMMANDS = {
     "run": "cllm chat -m MODEL, or cllm generate -m MODEL PROMPT",
@@ -40,12 +38,12 @@ def hint_for_model(name: str) -> str:
     """Return how to name a model that was named as elsewhere; "" for other names, and for files."""
     if address := _ADDRESS.match(name):
         repo = address["repo"] or "USER/REPO"
-        return f"addresses are not read: give a GGUF file or {PREFIX}{repo}:QUANT"
+        return f"addresses are not read: give a GGUF file or hf:{repo}:QUANT"
     is_path = name.startswith(".") or name.endswith(".gguf") or Path(name).exists()
     if is_path or not _OLLAMA_NAME.fullmatch(name) or not {":", "/"} & set(name):
         return ""
     if ":" not in name:
-        return f"there is no such file: a repository of Hugging Face is {PREFIX}{name}:QUANT"
+        return f"there is no such file: a repository of Hugging Face is hf:{name}:QUANT"
     return "names of Ollama are not known: give a GGUF file or hf:USER/REPO:QUANT"
 
 
