@@ -327,6 +327,7 @@ class ChatCommands:
             complain(f"cannot continue {path}: {error}")
             return False
         chat.file = None
+        self._drop_files()
         last = f", the last: {turns[-1].message.strip()[:N_SHOWN]}" if turns else ""
         note(f"{n_turns(len(turns))}, {history.n_tokens:,} tokens{last}")
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 # Commands of Ollama and llama.cpp, and those that do the same here.
@@ -25,7 +26,9 @@ ON, OFF = ["--flash-attn"], ["--no-flash-attn"]
 _FLASH_ATTENTION: dict[str, list[str]] = {
     "on": ON, "1": ON, "true": ON, "off": OFF, "0": OFF, "false": OFF, "auto": [],
 }  # fmt: skip
-_ADDRESS = re.compile(r"https?://(?:(?:huggingface|hf)\.co/(?P<repo>[\w.-]+/[\w.-]+))?", re.ASCII)
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:huggingface|hf)\.co/(?P<repo>[\w.-]+/[\w.-]+)|https?://", re.ASCII
+)
 _OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", re.ASCII)
 
 
@@ -39,9 +42,13 @@ def hint_for_model(name: str) -> str:
     if address := _ADDRESS.match(name):
         repo = address["repo"] or "USER/REPO"
         return f"addresses are not read: give a GGUF file or hf:{repo}:QUANT"
-    is_path = name.startswith(".") or name.endswith(".gguf") or Path(name).exists()
-    if is_path or not _OLLAMA_NAME.fullmatch(name) or not {":", "/"} & set(name):
+    if not _OLLAMA_NAME.fullmatch(name) or not {":", "/"} & set(name):
         return ""
+    if name.startswith(".") or name.endswith(".gguf"):
+        return ""
+    with suppress(OSError):  # the name is too long for a file
+        if Path(name).exists():
+            return ""
     if ":" not in name:
         return f"there is no such file: a repository of Hugging Face is hf:{name}:QUANT"
     return "names of Ollama are not known: give a GGUF file or hf:USER/REPO:QUANT"

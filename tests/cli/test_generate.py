@@ -219,6 +219,7 @@ def test_flash_attention_without_a_value_is_on() -> None:
         ("generate", "user/model-GGUF", "hf:user/model-GGUF:QUANT"),
         ("info", "https://huggingface.co/user/model/resolve/main/a.gguf", "hf:user/model:QUANT"),
         ("generate", "https://other.example/a.gguf", "hf:USER/REPO:QUANT"),
+        ("generate", "hf.co/user/model:Q4_K_M", "hf:user/model:QUANT"),
     ],
 )  # fmt: skip
 def test_a_model_named_as_elsewhere_gets_a_hint(command: str, name: str, hint: str) -> None:
@@ -229,7 +230,9 @@ def test_a_model_named_as_elsewhere_gets_a_hint(command: str, name: str, hint: s
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["./nothing", "/nowhere/model", "nothing.gguf", "..", ""])
+@pytest.mark.parametrize(
+    "name", ["./nothing", "/nowhere/model", "nothing.gguf", "..", "", "a" * 300]
+)
 def test_a_path_of_a_missing_model_gets_no_hint_about_names(name: str) -> None:
     assert hint_for_model(name) == ""
 

@@ -306,6 +306,7 @@ async def test_the_model_of_a_server_is_replaced_by_one_that_was_downloaded(hub:
             "gone.gguf"
             in (await plain(content=b'{"model": "gone.gguf"}')).json()["error"]["message"]
         )
+        assert (await plain(content=b"null")).status_code == 200
         assert "must be a JSON object" in (await plain(content=b"[]")).text
         asked = {"prompt": "1+1=", "temperature": 0}
         answer = (await client.post("/v1/completions", json=asked)).json()

@@ -20,6 +20,9 @@ from cllm.engine.core.scheduler import Chunk, is_decoding
 from cllm.engine.core.tick_cost import TickCost, cells_attended
 from cllm.engine.core.tick_shares import TickShares
 
+# With a larger share, prompts in parts of half the time of a decode would take more than twice as long.
+MAX_FIXED_SHARE = 1 / 4
+
 
 @dataclass(frozen=True, slots=True)
 class TickShape:
@@ -140,6 +143,11 @@ class DecodeCost:
         """
         turn_s = self._prompts_turn_s + self._prompts_tick_s
         return turn_s <= self._decoding_tick_s and self.prompts.are_tiles_dear(n_held)
+
+    @property
+    def are_rows_dear(self) -> bool:
+        """True if a tick that decodes takes most of its time for its rows: prompts may be computed in small parts."""
+        return self.prompts.fixed_s <= MAX_FIXED_SHARE * self._decoding_tick_s
 
     def n_rows_within(self, share: float, n_computed: int) -> int:
         """Return the number of rows of a prompt within a share of the last tick that only decoded; at least 1.

@@ -23,6 +23,7 @@ DEAR = 1.15
 # are also tried after so many ticks without tiles.  Otherwise one slow batch on a busy machine would
 # exclude them for ever: 64 clients in a closed loop would wait ten times as long for a first token.
 FORGOTTEN_SHARE = 0.5
+N_ROWS_LEAST = 16  # of fewer, the fixed cost of a tick is too large a part
 N_TICKS_FORGOTTEN = 32
 
 
@@ -50,10 +51,15 @@ class PromptCost:
         """
         self._cost.observe(n_rows, n_attended, seconds)
         self._n_ticks += 1
-        if n_rows < ATTENTION_TILE:
+        if N_ROWS_LEAST <= n_rows < ATTENTION_TILE:
             self._row_s = seconds / n_rows
         elif n_prompts > 1:
             self._tile_row_s, self._n_cells, self._n_ticks = seconds / n_rows, n_cells, 0
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of a tick of prompts that do not depend on its rows; 0 while unknown."""
+        return self._cost.coefficients[0]
 
     def n_rows_together(self, decode_s: float, n_cells: int) -> float:
         """Return the number of prompt rows in a tick beyond which more save little and delay each other.

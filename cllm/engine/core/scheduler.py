@@ -174,7 +174,8 @@ def _n_tokens_for(sequence: Sequence, n_outputs: int) -> int:
 
 def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[object, ...]]:
     """Return the sort key of each request id: the smallest of its own and those of its followers."""
-    key = by_turn([s for s in running if not (s.is_paused or s.is_decoding)], now)
+    prompts = [s for s in running if not (s.is_paused or s.is_decoding)]
+    key = by_turn(prompts, now, prefers_few=True)
     urgencies = {s.request_id: key(s) for s in running}
     for follower in running:
         leader = follower.placement.leader

@@ -1,7 +1,7 @@
 """Tenants: how many rows each has had, and whose requests come next.  Inference thread only.
 
 Deficit round robin without a fixed quantum: a tenant's share is its rows divided by its weight, and
-the tenant that is furthest behind has the next turn; of equal ones, that with fewer requests.  A free seq_id goes first to tenants that have fewer
+the tenant that is furthest behind has the next turn.  A free seq_id goes first to tenants that have fewer
 than their weights give them: so a client that sends its next request at once keeps its place beside a
 flood.  Nothing is saved up: a tenant that comes, or comes back, starts level with the one that is furthest
 behind.  A tenant with little to do counts as at most `MAX_DEFICIT` rows behind.
@@ -94,12 +94,17 @@ class Tenants:
 
 
 def by_turn(
-    wanting: Iterable[Sequence], now: float, satisfied: Collection[str] = ()
+    wanting: Iterable[Sequence],
+    now: float,
+    satisfied: Collection[str] = (),
+    *,
+    prefers_few: bool = False,
 ) -> Callable[[Sequence], tuple[Any, ...]]:
     """Return the sort key of sequences that compete for rows or a seq_id: the smallest comes first.
 
     Sequences of one tenant are sorted by `Sequence.urgency` alone.  Within a priority, those of the tenants
-    in `satisfied` come last.
+    in `satisfied` come last.  With `prefers_few`, of tenants that have had as much, that with fewer requests comes
+    first: for sequences that run, since new tenants without end could keep another from starting.
     """
     of_tenant: dict[str, list[Sequence]] = {}
     for s in wanting:
@@ -108,8 +113,8 @@ def by_turn(
         return lambda s: s.urgency(now)
     tenants = [several[0].tenant for several in of_tenant.values()]
 
-    def share_of(tenant: Tenant) -> tuple[bool, float, int]:
-        return tenant.name in satisfied, *_share_of(tenant)
+    def share_of(tenant: Tenant) -> tuple[bool, float]:
+        return tenant.name in satisfied, tenant.served
 
     first, second = sorted(tenants, key=share_of)[:2]
     rises = first if share_of(first) < share_of(second) else None
@@ -127,7 +132,12 @@ def by_turn(
 
     def key(s: Sequence) -> tuple[Any, ...]:
         level = levels[s] if s in levels else level_of(s)
-        return level, *share_of(s.tenant), s.tenant.admitted_at, s.tenant.name, *s.urgency(now)
+        tenant = s.tenant
+        n_requests = tenant.n_requests if prefers_few else 0
+        return (
+            *(level, *share_of(tenant), n_requests, tenant.admitted_at, tenant.name),
+            *s.urgency(now),
+        )
 
     return key
 

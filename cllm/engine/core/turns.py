@@ -6,8 +6,8 @@ The rules, in the order in which they narrow the running sequences:
 |---|---|---|
 | kinds | prompts and decoding sequences are dear together (`separates_prompts`), no `target_itl_ms`, both are there | one kind: prompts, unless some decoding sequences have waited since the last tick of prompts |
 | long turns | kinds are apart, tiles of several prompts are dear | prompts again, as long as their turn is shorter than a tick that decodes |
-| guests | kinds are apart, prompts of several tenants | prompts of the tenant that is furthest behind its share |
-| short ticks | kinds are apart, another tenant, which would come before that of the prompts, may send one at any time | prompts again, also of that other tenant, until the turn has `n_prefill_chunk` rows |
+| guests | kinds are apart, prompts of several tenants | no prompts of tenants with more requests than the one that is furthest behind its share |
+| short ticks | kinds are apart, most of a tick's time goes into its rows, another tenant, which would come before that of the prompts, may send one at any time | prompts again, also of that other tenant, until the turn has `n_prefill_chunk` rows |
 | adapters | the sequences have several sets of LoRA adapters | one set: the one that had no turn for longest, among those that decode and that of the most urgent prompt |
 | tenants | requests of several tenants wait for rows or a seq_id (`tenants`) | first the tenant that is furthest behind its share, within a level of priority |
 | media | a sequence's next rows are of a media chunk | one media chunk alone, in a second decode after the others |
@@ -76,11 +76,14 @@ class _ShortTurn:
         last = next((chunk for chunk in chunks if not chunk.completes), chunks[-1])
         return cls(last.sequence, n_before + sum(chunk.n_rows for chunk in chunks))
 
-    def goes_on(self, first: Sequence | None, n_rows_max: float) -> bool:
+    def goes_on(self, first: Sequence | None, decoding: list[Sequence], n_rows_max: int) -> bool:
         """Return True if `first` is computed next, also if sequences that decode wait."""
-        if first is None or self.n_rows >= n_rows_max:
+        tenant = self.cut.tenant
+        # The prompt of a new request of another tenant may be in the cache but for its last token.
+        is_new = any(s.n_output == 0 and s.tenant is not tenant for s in decoding)
+        if first is None or is_new or self.n_rows >= n_rows_max:
             return False
-        return first is self.cut or first.tenant is not self.cut.tenant
+        return first is self.cut or first.tenant is not tenant
 
 
 class Turns:
@@ -142,7 +145,7 @@ class Turns:
         has_prompts = self._decoder.separates_prompts and len(ready) > len(decoding)
         n_together = self._cost.n_rows_together(self._kv_cache.n_held) if has_prompts else math.inf
         first = self._first_of_several_tenants(running, decoding, now) if has_prompts else None
-        is_prompts = has_prompts and self._is_prompts_turn(decoding, first)
+        is_prompts = has_prompts and self._is_prompts_turn(decoding, first, n_rows)
         is_decoding = not is_prompts and self._are_kinds_apart(decoding)
         is_short = False
         turn = running
@@ -151,8 +154,11 @@ class Turns:
             turn = prompts_of(running)
             if first is not None:
                 present = [s.tenant for s in turn if s.n_pending > 1]
-                is_short = self.tenants.may_come(first.tenant, present, now)
-                turn = [s for s in turn if s.tenant is first.tenant or not s.is_ready]
+                is_short = self._cost.are_rows_dear and self.tenants.may_come(
+                    first.tenant, present, now
+                )
+                n_most = first.tenant.n_requests
+                turn = [s for s in turn if s.tenant.n_requests <= n_most or not s.is_ready]
         if is_decoding:
             turn = decoding
         if n_sets > 1:
@@ -250,14 +256,16 @@ class Turns:
         """Return True if prompts and decoding sequences have ticks of their own."""
         return self._decoder.separates_prompts and self._target_s is None and bool(decoding)
 
-    def _is_prompts_turn(self, decoding: list[Sequence], first: Sequence | None) -> bool:
+    def _is_prompts_turn(
+        self, decoding: list[Sequence], first: Sequence | None, n_rows: int
+    ) -> bool:
         if not self._are_kinds_apart(decoding):
             return False
         is_due = is_decoding_due(decoding, self._n_prompts_turn)
         if not is_due or self._cost.goes_on(self._kv_cache.n_held):
             return True
-        n_rows_max = self._n_prefill_chunk or math.inf
-        return self._short is not None and self._short.goes_on(first, n_rows_max)
+        n_rows_max = min(n_rows, self._n_prefill_chunk or n_rows)
+        return self._short is not None and self._short.goes_on(first, decoding, n_rows_max)
 
     def _first_of_several_tenants(
         self, running: list[Sequence], decoding: list[Sequence], now: float

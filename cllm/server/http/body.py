@@ -148,7 +148,10 @@ class SafeRoute(APIRoute):
         body_type: type[BaseModel] = model
 
         async def handle(request: Request) -> Response:
-            value = await json_of(request, is_optional=getattr(body_type, "is_optional", False))
+            is_optional = getattr(body_type, "is_optional", False)
+            value = await json_of(request, is_optional=is_optional)
+            if value is None and is_optional:
+                value = {}
             if not isinstance(value, dict):
                 raise Problem(400, "the body must be a JSON object")
             _set_turn(value, body_type, request)

@@ -69,9 +69,14 @@ class Pull:
         self._is_cancelled.set()
 
     @property
+    def is_cancelled(self) -> bool:
+        """True after `cancel`."""
+        return self._is_cancelled.is_set()
+
+    @property
     def is_running(self) -> bool:
         """True until the files are here, or the download has failed or was cancelled."""
-        return self._thread.is_alive() and not self._is_cancelled.is_set()
+        return self._thread.is_alive() and not self.is_cancelled
 
 
 class Pulls:
@@ -127,7 +132,7 @@ class Pulls:
         Raises
         ------
         Problem
-            400: this is not a name; 409: another model is being downloaded; 502: the download failed; 503: the
+            400: this is not a name; 409: another model is being downloaded; or the download was cancelled; 502: it failed; 503: the
             server is shutting down.
         """
         pull = self._begun(_model_of(name))
@@ -147,7 +152,7 @@ class Pulls:
                 before = report
             await anyio.sleep(PAUSE_S)
         if pull.failure is not None:
-            raise Problem(502, pull.failure)
+            raise Problem(409 if pull.is_cancelled else 502, pull.failure)
         self.settle()
         yield {"status": "success", "model": pull.name}
 

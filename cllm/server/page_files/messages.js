@@ -20,6 +20,7 @@ export class Messages {
     this.box = box;
     this.act = act;
     this.chat = null;
+    this.nOpened = 0;
     this.nRows = Infinity; // of the chat, from its end on, that are drawn
     this.editing = null; // id of the message that is being edited
     this.unfolded = new Set(); // ids of answers whose reasoning is open
@@ -37,19 +38,19 @@ export class Messages {
     this.near.disconnect();
     this.drawn.clear();
     this.box.replaceChildren();
-    this.grow(chat, N_PER_TASK);
+    this.grow(++this.nOpened, N_PER_TASK);
     this.box.scrollTop = this.box.scrollHeight;
   }
 
   /** Draw the last `nRows` of the chat, and then more of them, until all are there.  What is in view stays there. */
-  grow(chat, nRows) {
-    if (chat !== this.chat) return;
-    const isAll = nRows >= chat.messages.length;
+  grow(number, nRows) {
+    if (number !== this.nOpened) return; // another chat has been opened
+    const isAll = nRows >= this.chat.messages.length;
     this.nRows = isAll ? Infinity : nRows;
-    const fromEnd = this.box.scrollHeight - this.box.scrollTop;
-    this.draw();
+    const fromEnd = this.wantsEnd ? 0 : this.box.scrollHeight - this.box.scrollTop;
+    this.draw(true);
     this.box.scrollTop = this.box.scrollHeight - fromEnd;
-    if (!isAll) setTimeout(() => this.grow(chat, nRows + N_PER_TASK));
+    if (!isAll) setTimeout(() => this.grow(number, nRows + N_PER_TASK));
   }
 
   /** Draw what has changed, soon. */
@@ -68,15 +69,16 @@ export class Messages {
     this.wantsEnd = true;
   }
 
-  draw() {
+  draw(isGrowing = false) {
     const began = performance.now();
     const isAtEnd = this.wantsEnd || this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
     this.wantsEnd = false;
     const focused = this.focused();
+    const nShown = this.box.children.length;
     const shown = rowsOf(this.chat).slice(-this.nRows);
     const elements = shown.map((row, index) => this.elementOf(row, shown.length - index <= N_AT_ONCE, index === shown.length - 1));
     patch(this.box, elements);
-    this.focusAgain(focused);
+    this.focusAgain(focused, isGrowing ? this.box.children.length - nShown : 0);
     if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
     const now = performance.now();
     this.freeAt = now + BUSY_SHARE * (now - began);
@@ -89,10 +91,10 @@ export class Messages {
     return index < 0 ? null : { index, name: nameOfButton(activeElement), element: activeElement };
   }
 
-  /** Focus what has replaced the part that had the focus. */
-  focusAgain(focused) {
+  /** Focus what has replaced the part that had the focus; `nBefore` rows have come before all others. */
+  focusAgain(focused, nBefore) {
     if (!focused || focused.element.isConnected) return;
-    const buttons = [...(this.box.children[focused.index]?.querySelectorAll("button:enabled") ?? [])];
+    const buttons = [...(this.box.children[focused.index + nBefore]?.querySelectorAll("button:enabled") ?? [])];
     (buttons.find((each) => nameOfButton(each) === focused.name) ?? this.box).focus({ preventScroll: true });
   }
 

@@ -54,7 +54,7 @@ async function pull(name) {
   let end = "";
   element("pull-start").disabled = true;
   element("pull-cancel").hidden = false;
-  element("pull-cancel").onclick = () => answered("api/pull", key, undefined, "DELETE").catch((error) => say(`${error.message}.`));
+  element("pull-cancel").onclick = () => answered("api/pull", key, undefined, "DELETE").catch((error) => say(sentence(error)));
   say("Downloading …");
   try {
     if (!/^[\x21-\x7e]+$/.test(key)) throw new Error("A key has letters, digits and signs of ASCII");
@@ -72,17 +72,25 @@ async function pull(name) {
     }
     if (!pulled) throw new Error("The connection to the server is lost");
     end = "";
-    element("pull-cancel").hidden = true;
+    hideCancel();
     await use(pulled, key);
   } catch (error) {
-    say(`${error.message.replace(/\.$/, "")}.${end}`);
+    say(sentence(error) + end);
   } finally {
     bar.hidden = true;
     element("pull-bytes").textContent = "";
     element("pull-start").disabled = false;
-    element("pull-cancel").hidden = true;
+    hideCancel();
   }
 }
+
+function hideCancel() {
+  const hadFocus = document.activeElement === element("pull-cancel");
+  element("pull-cancel").hidden = true;
+  if (hadFocus) element("pull-name").focus();
+}
+
+const sentence = (error) => `${error.message.replace(/\.$/, "")}.`;
 
 async function answered(path, key, body, method) {
   const response = await askAsAdmin(path, key, body, method);

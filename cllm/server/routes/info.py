@@ -83,7 +83,11 @@ def _health(request: Request) -> dict[str, Any]:
     return answer
 
 
-@router.post("/admin/reload", summary="Read the model again, without a gap")
+@router.post(
+    "/admin/reload",
+    summary="Read the model again, without a gap",
+    openapi_extra={"requestBody": {"required": False}},
+)
 async def reload(body: ReloadBody, request: Request) -> dict[str, Any]:
     """Load the model's file, or another model, beside the present model, and use it for new requests.
 

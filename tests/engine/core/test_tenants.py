@@ -152,6 +152,83 @@ def test_beside_a_flood_the_first_tokens_come_after_half_as_long_again_at_most(
     assert beside[p95] <= 1.5 * alone[p95]
 
 
+def test_where_a_decode_costs_more_than_its_rows_prompts_are_not_cut_for_another_tenant() -> None:
+    def fixed_cost(runs: Sequence[FakeRun]) -> float:
+        return 0.08 + 0.004 * sum(len(run.tokens) for run in runs)
+
+    def seconds(n_of_b: int) -> float:
+        sim = Simulator(
+            n_ctx=8192, n_seq_max=8, n_batch=512, n_prefill_chunk=128, separates_prompts=True,
+            latency_s=fixed_cost, answer=endless, is_checked=False,
+        )  # fmt: skip
+        sim.submit(b"of c", max_tokens=400, tenant="c")
+        ids = [sim.submit(f"{n:a<600}".encode(), max_tokens=4, tenant="a") for n in range(8)]
+        began, n_sent = sim.now, 0
+        while not all(request_id in sim.finished for request_id in ids):
+            sim.tick()
+            if n_of_b and sim.now - began > 4 * n_sent:
+                n_sent += 1
+                sim.submit(f"{n_sent:b<9}".encode(), max_tokens=2, tenant="b")
+        return sim.now - began
+
+    assert seconds(1) < 1.3 * seconds(0)
+
+
+def test_short_prompts_of_many_tenants_are_computed_together() -> None:
+    def seconds(*, are_tenants: bool) -> list[float]:
+        sim = Simulator(
+            n_ctx=8192, n_seq_max=24, n_batch=512, separates_prompts=True, latency_s=cost_of,
+            answer=endless, is_checked=False,
+        )  # fmt: skip
+        sim.submit(b"of c", max_tokens=400, tenant="c")
+        sim.tick(9)
+        for n in range(16):
+            tenant = f"t{n}" if are_tenants else "t"
+            sim.submit(f"{n:a<20}".encode(), max_tokens=4, tenant=tenant)
+        began, first = sim.now, dict[str, float]()
+        while len(first) < 16:
+            for request_id in sim.tick():
+                if request_id != "r0":
+                    first.setdefault(request_id, sim.now - began)
+        return sorted(first.values())
+
+    assert seconds(are_tenants=True)[-1] <= 1.1 * seconds(are_tenants=False)[-1]
+
+
+def test_a_tenant_with_two_requests_has_a_turn_while_new_tenants_come_without_end() -> None:
+    sim = Simulator(n_ctx=512, n_seq_max=4, n_batch=64, answer=endless, latency_s=0.01)
+    for n in range(8):
+        sim.submit(f"{n} of one".encode(), max_tokens=5, tenant=f"new{n}")
+    sim.tick(3)
+    ids = [sim.submit(b"of a", max_tokens=5, tenant="A") for _ in range(2)]
+    for n in range(8, 400):
+        sim.tick()
+        if n_open_of(sim) < 8:
+            sim.submit(f"{n} of one".encode(), max_tokens=5, tenant=f"new{n}")
+        if any(request_id in sim.finished for request_id in ids):
+            return
+    raise AssertionError("tenant A starves")
+
+
+def n_open_of(sim: Simulator) -> int:
+    """Return the number of requests that have not ended."""
+    return len(sim.requests) - len(sim.finished)
+
+
+def test_a_prompt_in_the_cache_does_not_wait_for_the_parts_of_another_tenants() -> None:
+    sim = flooded(
+        60, n_ctx=8192, n_seq_max=8, n_batch=512, max_tokens=4, n_prefill_chunk=128,
+        separates_prompts=True, latency_s=cost_of, prompt="{:a<300}", is_checked=False,
+    )  # fmt: skip
+    for _ in range(6):
+        began, request_id = sim.now, sim.submit(b"the same prompt of b", max_tokens=3, tenant="b")
+        while not sim.tokens[request_id]:
+            sim.tick()
+        waited_s = sim.now - began
+        sim.tick(30)
+    assert waited_s < 0.3  # a tick that decodes, after at most one of prompts
+
+
 def test_streams_decode_in_time_beside_the_prompts_of_three_tenants() -> None:
     """Each tick of prompts is short, because the tenant of the stream may send a request."""
     sim = flooded(
@@ -171,7 +248,8 @@ def test_streams_decode_in_time_beside_the_prompts_of_three_tenants() -> None:
             n_between = 0
         else:
             n_between += sum(n_tokens for _, n_tokens, _ in runs)
-    assert max(sums) <= 2 * 64
+    # Parts of one tenant's prompt up to a chunk, the last of at most 8 rows, and then two chunks of another's.
+    assert max(sums) < 64 + 8 + 2 * 64
     assert len(sums) > 20
 
 
