@@ -245,10 +245,10 @@ def _download(model: ModelName, file: _File, check: Callable[[int], None]) -> Pa
     blob = _blobs(model) / file.sha256
     part = blob.with_name(f"{blob.name}{INCOMPLETE}")
     with filelock.FileLock(f"{part}.lock"):  # a second caller waits
-        check(_size(part))
+        check(0)  # it may have been cancelled meanwhile
         if not blob.exists():
             _fetch(model, file, part, check)
-            check(_size(part))
+            check(0)  # it may have been cancelled meanwhile
             part.replace(blob)
     directory = repo_directory(model.repo)
     path = directory / "snapshots" / file.commit / file.path
