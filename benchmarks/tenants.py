@@ -21,9 +21,26 @@ from benchmarks.side_by_side.workload import REAL_MODEL, Setup, model_path
 from cllm.processors import usable_processors
 
 N_SEQUENCES = 8
-WORDS = (
-    ["the", "a", "sea", "hill", "bird", "ship", "old", "new", "red", "runs", "sings", "falls", "far", "under", "over", "with", "and", "light"]
-)
+WORDS = [
+    "the",
+    "a",
+    "sea",
+    "hill",
+    "bird",
+    "ship",
+    "old",
+    "new",
+    "red",
+    "runs",
+    "sings",
+    "falls",
+    "far",
+    "under",
+    "over",
+    "with",
+    "and",
+    "light",
+]
 
 
 def body_of(seed: str) -> dict[str, object]:
