@@ -13,48 +13,25 @@ import asyncio
 import random
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.measure import machine, percentile
 from benchmarks.side_by_side import servers
 from benchmarks.side_by_side.http_client import Answer, Connection
-from benchmarks.side_by_side.workload import REAL_MODEL, Setup, model_path
+from benchmarks.side_by_side.http_load import body_for
+from benchmarks.side_by_side.records import CLLM_SERVE
+from benchmarks.side_by_side.workload import REAL_MODEL, Setup, model_path, prompt_of
 from cllm.processors import usable_processors
 
 N_SEQUENCES = 8
-WORDS = [
-    "the",
-    "a",
-    "sea",
-    "hill",
-    "bird",
-    "ship",
-    "old",
-    "new",
-    "red",
-    "runs",
-    "sings",
-    "falls",
-    "far",
-    "under",
-    "over",
-    "with",
-    "and",
-    "light",
-]
+N_PROMPT = 40
+N_OUTPUT = (16, 48)  # least and most
 
 
-def body_of(seed: str) -> dict[str, object]:
-    """Return a request with a prompt of some 40 words, for 16 to 48 tokens."""
-    chance = random.Random(seed)
-    prompt = " ".join(chance.choices(WORDS, k=40))
-    return {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": chance.randint(16, 48),
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
+def body_of(seed: str) -> dict[str, Any]:
+    """Return a request, which depends only on the seed."""
+    n_output = random.Random(seed).randint(*N_OUTPUT)
+    return body_for(CLLM_SERVE, prompt_of(seed, N_PROMPT), n_output)
 
 
 def connection(port: int, tenant: str) -> Connection:

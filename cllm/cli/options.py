@@ -171,8 +171,10 @@ class EngineFlags(Flags):
         for name in ("model", "speculation", "embedding_model"):
             value = given.get(name)
             # A word such as "ngram" is a kind of speculation.
-            if isinstance(value, str) and (
-                ":" in value or (name != "speculation" and hint_for_model(value))
+            if is_name(value) or (
+                isinstance(value, str)
+                and (name != "speculation" or ":" in value)
+                and hint_for_model(value)
             ):
                 given[name] = model_file(value)
         # `n_threads` alone sets the threads of batches too.

@@ -86,12 +86,10 @@ def plan(
     n_rows -= len(chunks)
     if n_prompt_rows is not None:
         n_rows = min(n_rows, n_prompt_rows)
-    prompts = [s for s in ready if s.n_pending > 1]
-    if prompts and n_rows > 0:
-        urgencies = _with_followers(sequences, now)
+    if n_rows > 0 and (prompts := prompts_by_turn(sequences, now)):
         n_spare = n_outputs_max - len(ready)
         n_taken = 0
-        for sequence in sorted(prompts, key=lambda s: urgencies[s.request_id]):
+        for sequence in prompts:
             # Each sequence has one output row of its own.
             n_tokens = min(sequence.n_next, n_rows, _n_tokens_for(sequence, 1 + n_spare))
             if n_prefill_chunk is not None and (decoding or n_taken or is_awaited):
@@ -187,12 +185,13 @@ def _with_followers(running: list[Sequence], now: float) -> Mapping[str, tuple[o
     return urgencies
 
 
-def first_prompt(running: Iterable[Sequence], now: float) -> Sequence | None:
-    """Return the prompt of which `plan` computes rows first; None without any."""
-    sequences = list(running)
-    urgencies = _with_followers(sequences, now)
-    prompts = (s for s in sequences if s.is_ready and s.n_pending > 1)
-    return min(prompts, key=lambda s: urgencies[s.request_id], default=None)
+def prompts_by_turn(running: list[Sequence], now: float) -> list[Sequence]:
+    """Return the prompts that are ready, in the order in which `plan` computes them."""
+    prompts = [s for s in running if s.is_ready and s.n_pending > 1]
+    if len(prompts) > 1:
+        urgencies = _with_followers(running, now)
+        prompts.sort(key=lambda s: urgencies[s.request_id])
+    return prompts
 
 
 def most_urgent(sequences: Iterable[Sequence], now: float) -> Sequence | None:

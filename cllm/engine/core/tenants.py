@@ -72,8 +72,9 @@ class Tenants:
 
         Tenants in `present` have one that waits for this tick.
         """
+        had = tenant.served, tenant.n_requests
         return any(
-            _share_of(other) < _share_of(tenant)
+            (other.served, other.n_requests) < had
             and now - other.admitted_at < RECENT_S
             and other not in present
             for other in self._all.values()
@@ -140,11 +141,6 @@ def by_turn(
         )
 
     return key
-
-
-def _share_of(tenant: Tenant) -> tuple[float, int]:
-    """Return what a tenant has had: the smallest comes first, of equal ones that with fewer requests."""
-    return tenant.served, tenant.n_requests
 
 
 def with_their_seats(

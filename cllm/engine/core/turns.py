@@ -273,7 +273,7 @@ class Turns:
         """Return the prompt that is computed first; None if there is one tenant, or prompts have no ticks of their own."""
         if not (self.tenants.are_several and self._are_kinds_apart(decoding)):
             return None
-        return scheduler.first_prompt(running, now)
+        return next(iter(scheduler.prompts_by_turn(running, now)), None)
 
     def _n_prompt_rows(
         self, turn: list[Sequence], n_sets: int, *, is_apart: bool = False

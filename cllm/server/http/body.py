@@ -26,7 +26,7 @@ MAX_BRACKETS = 1 << 18  # opening brackets of one body, in its strings too
 async def json_of(request: Request, *, is_optional: bool = False) -> Any:
     """Return the value of the JSON body of a request; its content type is ignored.
 
-    If the body is optional, {} stands for a missing one.
+    If the body is optional, None stands for a missing one.
 
     Raises
     ------
@@ -41,7 +41,7 @@ async def json_of(request: Request, *, is_optional: bool = False) -> Any:
     except ClientDisconnect:
         raise Problem(400, "the client left before its body was complete") from None
     if not body and is_optional:
-        return {}
+        return None
     if not body:
         raise Problem(400, "the body is missing")
     return parsed(body)

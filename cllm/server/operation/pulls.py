@@ -34,7 +34,7 @@ class Pull:
     download : Download or None
         None until the hub has listed the files.
     failure : str or None
-        Reason of a failure, or that it was cancelled.
+        Reason of a failure.
     """
 
     def __init__(self, model: ModelName) -> None:
@@ -52,20 +52,16 @@ class Pull:
             self.download = Download(self._model, self._is_cancelled.is_set)
             self.download.run()
         except CllmError as error:
-            self.failure = self.failure or str(error)
+            self.failure = str(error)
             logger.warning("%s", error)
         except Exception:
-            self.failure = (
-                self.failure
-                or f"the download of {self.name} failed; the server's log has the reason"
-            )
+            self.failure = f"the download of {self.name} failed; the server's log has the reason"
             logger.exception("the download of %s failed", self.name)
         else:
             logger.info("downloaded %s", self.name)
 
     def cancel(self) -> None:
         """End the download; its thread ends at the next bytes of the hub, and what is here is kept."""
-        self.failure = f"the download of {self.name} was cancelled; ask again to continue it"
         self._is_cancelled.set()
 
     @property
@@ -106,7 +102,7 @@ class Pulls:
         """Call `on_success` if a download has succeeded since the last call."""
         pull = self._pull
         if pull is not None and not self._is_told and not pull.is_running:
-            if pull.failure is None:
+            if pull.failure is None and not pull.is_cancelled:
                 self._on_success(pull.name)
             self._is_told = True
 
@@ -132,8 +128,8 @@ class Pulls:
         Raises
         ------
         Problem
-            400: this is not a name; 409: another model is being downloaded; or the download was cancelled; 502: it failed; 503: the
-            server is shutting down.
+            400: this is not a name; 409: another model is being downloaded, or the download was cancelled; 502: it
+            failed; 503: the server is shutting down.
         """
         pull = self._begun(_model_of(name))
         yield {"status": "pulling manifest"}
@@ -151,8 +147,12 @@ class Pulls:
                     yield report
                 before = report
             await anyio.sleep(PAUSE_S)
+        if pull.is_cancelled:
+            raise Problem(
+                409, f"the download of {pull.name} was cancelled; ask again to continue it"
+            )
         if pull.failure is not None:
-            raise Problem(409 if pull.is_cancelled else 502, pull.failure)
+            raise Problem(502, pull.failure)
         self.settle()
         yield {"status": "success", "model": pull.name}
 
