@@ -48,6 +48,15 @@ class FakeVocabulary:
         """The bytes of some tokens."""
         return b"".join(map(self.piece, tokens))
 
+    def pieces(self, *, special: bool = False) -> list[bytes]:
+        """Return the bytes of every token; with `special`, also the names of control tokens."""
+        return [self.spelling(t) if special else self.piece(t) for t in range(self.n_tokens)]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end a generation."""
+        return (self.END,)
+
     def is_eog(self, token: int) -> bool:
         """Return True if `token` ends a generation."""
         return token == self.END

@@ -139,6 +139,16 @@ def test_vocabulary_tells_its_special_tokens(vocab: Vocabulary) -> None:
     assert isinstance(vocab.score(97), float)
 
 
+def test_what_is_read_of_all_tokens_at_once_is_what_each_token_has(vocab: Vocabulary) -> None:
+    tokens = range(vocab.n_tokens)
+    for special in (True, False):
+        one_by_one = [vocab.token_to_piece(token, special=special) for token in tokens]
+        assert vocab.pieces(special=special) == one_by_one
+    assert vocab.ends == tuple(filter(vocab.is_eog, tokens))
+    named = TokenAttr.CONTROL | TokenAttr.UNKNOWN
+    assert vocab.control_names() == [vocab.text(t) for t in tokens if vocab.attributes(t) & named]
+
+
 def test_text_survives_tokens_and_pieces(vocab: Vocabulary) -> None:
     @given(text=st.text(max_size=200))
     @examples(200)

@@ -140,8 +140,9 @@ class Words:
         self._words = words
         self.n_tokens = len(words)
 
-    def spelling(self, token: int) -> bytes:
-        return self._words[token]
+    def pieces(self, *, special: bool = False) -> list[bytes]:
+        assert special, "control tokens are compared too"
+        return list(self._words)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,13 @@ def test_a_text_that_spells_a_control_token_is_text_unless_asked_for(
         assert vocab.tokenize(spelled, add_special=False, parse_special=True) == [token]
 
 
+def test_what_is_read_of_all_tokens_at_once_is_what_each_token_has(vocab: Vocabulary) -> None:
+    tokens = range(vocab.n_tokens)
+    assert vocab.pieces(special=True) == [vocab.token_to_piece(t, special=True) for t in tokens]
+    assert vocab.pieces() == [vocab.token_to_piece(token) for token in tokens]
+    assert vocab.ends == tuple(filter(vocab.is_eog, tokens))
+
+
 def test_the_text_is_llama_cpps_but_for_the_spaces_that_it_takes_away(
     name: str, vocab: Vocabulary, llama_cpp_source: Path
 ) -> None:

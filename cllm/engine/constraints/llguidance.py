@@ -62,10 +62,7 @@ class Guidance:
             )
             raise NotAvailableError(missing) from None
         self.n_vocab: int = vocabulary.n_tokens
-        n_vocab = self.n_vocab
-        self.ends: tuple[int, ...] = tuple(
-            token for token in range(n_vocab) if vocabulary.is_eog(token)
-        )
+        self.ends: tuple[int, ...] = vocabulary.ends
         if not self.ends:
             raise NotAvailableError("the vocabulary has no token that ends an output")
         self._tokenizer = self._llguidance.LLTokenizer(
@@ -74,7 +71,7 @@ class Guidance:
         )
         self._vocabulary = vocabulary
         self._executor = self._llguidance.LLExecutor(n_threads)
-        self._n_words = (n_vocab + 31) // 32
+        self._n_words = (self.n_vocab + 31) // 32
         self._bits: NDArray[np.int32] = np.zeros((1, self._n_words), np.int32)
         self._compiled: OrderedDict[tuple[str, str], CompiledMatcher] = OrderedDict()
 
@@ -238,7 +235,7 @@ class _Tokens:
 
 def _spelled(vocabulary: GuidanceVocabulary) -> tuple[list[bytes], list[int]]:
     """Return the bytes of every token, and the ids of the tokens without text (control tokens)."""
-    pieces = [vocabulary.piece(token) for token in range(vocabulary.n_tokens)]
+    pieces = vocabulary.pieces()
     special = [token for token, piece in enumerate(pieces) if not piece]
     for token in special:
         pieces[token] = vocabulary.spelling(token) or b"<%d>" % token

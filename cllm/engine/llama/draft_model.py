@@ -161,7 +161,7 @@ class Tokens(Protocol):
 
     n_tokens: int
 
-    def spelling(self, token: int) -> bytes: ...
+    def pieces(self, *, special: bool = False) -> list[bytes]: ...
 
 
 def check_vocabulary(path: str | Path, drafts: Tokens, vocabulary: Tokens) -> None:
@@ -175,8 +175,8 @@ def check_vocabulary(path: str | Path, drafts: Tokens, vocabulary: Tokens) -> No
     if drafts.n_tokens != vocabulary.n_tokens:
         n_other, n_own = drafts.n_tokens, vocabulary.n_tokens
         raise ModelLoadError(str(path), f"cannot draft: it has {n_other} tokens, not {n_own}")
-    for token in range(vocabulary.n_tokens):
-        other, own = drafts.spelling(token), vocabulary.spelling(token)
+    both = zip(drafts.pieces(special=True), vocabulary.pieces(special=True), strict=True)
+    for token, (other, own) in enumerate(both):
         if other != own:
             raise ModelLoadError(
                 str(path), f"cannot draft: its token {token} is {other!r}, not {own!r}"

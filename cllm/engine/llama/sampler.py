@@ -184,6 +184,7 @@ class SamplerFactory:
         self._model = model
         self._n_ctx = n_ctx
         self._memory = RowMemory(model.vocab.n_tokens)
+        self._ends = model.vocab.ends
         self._thinking = ThinkingFamily(model.vocab.n_tokens, model.vocab.is_eog)
 
     def __call__(self, request: GenerationRequest) -> TokenSampler | None:
@@ -219,7 +220,7 @@ class SamplerFactory:
                 params,
                 prompt=prompt,
                 banned=suppressed,
-                ends=() if may_end else self._eog_tokens,
+                ends=() if may_end else self._ends,
                 n_ctx=self._n_ctx,
                 constraint=constraint,
             )
@@ -232,9 +233,3 @@ class SamplerFactory:
             return inner
         spelling = partial(spelled_piece, request.spelled, self._model.vocab)
         return ThinkingConstraint(self._thinking, rules, inner, spelling)
-
-    @cached_property
-    def _eog_tokens(self) -> tuple[int, ...]:
-        """End-of-generation tokens in ascending order, computed at the first use."""
-        vocab = self._model.vocab
-        return tuple(token for token in range(vocab.n_tokens) if vocab.is_eog(token))

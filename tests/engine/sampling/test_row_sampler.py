@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cllm.bindings import Candidates, Model
+from cllm.bindings import Candidates, Model, Vocabulary
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.constraint import Mask
 from cllm.engine.llama.sampler import LlamaChain, SamplerFactory
@@ -212,6 +212,20 @@ def test_rows_that_are_not_sampled_from_are_passed_over(model: Model) -> None:
     tokens = BatchSampler(N_VOCAB).sample(logits, [0, 3, 5], [None, biased, None])
     biased.close()
     assert tokens == [int(logits[0].argmax()), 7, int(logits[5].argmax())]
+
+
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_no_sampler_asks_for_each_token_of_the_vocabulary(
+    model: Model, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All streams would wait for it: half a second with 150,000 tokens."""
+    factory, asked = SamplerFactory(model, N_CTX), list[int]()
+    monkeypatch.setattr(Vocabulary, "is_eog", lambda _, token: asked.append(token))
+    monkeypatch.setattr(Vocabulary, "_of_all", lambda _, ask: asked.append(ask))
+    sampler = factory(request_of(SamplingParams(temperature=0, **params)))
+    assert sampler is not None
+    sampler.close()
+    assert not asked
 
 
 def test_sampling_allocates_nothing_of_the_size_of_the_vocabulary(llama_cpp_source: Path) -> None:
