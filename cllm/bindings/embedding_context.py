@@ -85,11 +85,14 @@ class EmbeddingContext(LoraContext):
             raise ContextError("the model is neither an encoder nor a decoder: it embeds no text")
         own = own_pooling(model)
         params = lib.llama_context_default_params()
-        params.n_batch = params.n_ubatch = check_int("n_batch", n_batch, 1, 1 << 20)
-        # All rows of a batch are outputs, and a cell each is all they need.
-        params.n_ctx = params.n_outputs_max = n_batch
+        check_int("n_batch", n_batch, 1, 1 << 20)
         limit = min(n_batch, lib.llama_max_parallel_sequences())
         params.n_seq_max = check_int("n_seq_max", n_seq_max, 1, limit)
+        # `llama_context::graph_reserve` rounds the rows up to a multiple of the sequences, but not the outputs:
+        # with pooling "mean" it would abort.
+        n_rows = -(-n_batch // n_seq_max) * n_seq_max
+        # All rows of a batch are outputs, and a cell each is all they need.
+        params.n_batch = params.n_ubatch = params.n_ctx = params.n_outputs_max = n_rows
         params.kv_unified, params.embeddings, params.no_perf = True, True, True
         params.op_offload = model.is_on_gpu if op_offload is None else bool(op_offload)
         params.n_threads = params.n_threads_batch = check_int(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -277,3 +279,32 @@ def test_a_batch_of_an_embedding_context_has_its_limits(
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=f"n_batch is {n_batch}, must be 1 to 1048576"):
         new_embedder("tiny-encoder", n_batch=n_batch)
+
+
+# Runs in a process of its own, which llama.cpp may abort.
+SIZES = """
+import sys
+from cllm.bindings import Batch, EmbeddingContext, Model
+model = Model(sys.argv[1])
+for pooling in ("mean", "cls", "last"):
+    for n_batch, n_seq_max in (7, 7), (64, 3), (65, 64), (100, 64), (127, 5):
+        with EmbeddingContext(
+            model, pooling=pooling, n_batch=n_batch, n_seq_max=n_seq_max, n_threads=1
+        ) as embedder:
+            assert (embedder.n_batch, embedder.n_seq_max) == (n_batch, n_seq_max)
+            whole, several = Batch(n_batch), Batch(n_batch)
+            whole.add(0, [5] * n_batch, 0)
+            for seq_id in range(n_seq_max):
+                several.add(seq_id, [5] * (n_batch // n_seq_max), 0)
+            for batch in whole, several:
+                assert len(embedder.compute(batch)) == len(batch.runs)
+print("computed")
+"""
+
+
+@pytest.mark.parametrize("name", KINDS[:3])
+def test_a_batch_need_not_be_a_multiple_of_its_texts(name: str) -> None:
+    """llama.cpp aborts with pooling "mean" if it has to round the rows up, but not the outputs."""
+    path = str(make_model.ensure(name, "F16"))
+    done = subprocess.run([sys.executable, "-c", SIZES, path], capture_output=True, text=True)
+    assert done.stdout == "computed\n", done.stderr
