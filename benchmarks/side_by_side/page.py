@@ -124,6 +124,8 @@ def page(
         "# Side by side",
         "Peers took turns on one machine.  A figure is the median of the turns, with the smallest "
         "and the largest in brackets; a ratio is taken within a turn, and then the median of those.",
+        "*llama.cpp alone* is the same figure for a program that only computes what the requests need, with "
+        "all of them in step: no server over this library can be faster.",
         _about(where),
         "## Targets",
         _summary(verdicts),
@@ -229,12 +231,13 @@ def _target_table(verdicts: Sequence[Verdict]) -> str:
             verdict.target.text,
             _bound(verdict.target),
             judged(verdict),
+            "" if verdict.limit is None else shown(verdict.limit),
             str(verdict.measured.n_turns) if verdict.measured else "",
             _word(verdict),
         ]
         for verdict in verdicts
     ]
-    return markdown(["", "what", "bound", "measured", "turns", ""], rows)
+    return markdown(["", "what", "bound", "measured", "llama.cpp alone", "turns", ""], rows)
 
 
 def _explanations(verdicts: Sequence[Verdict], notes: Mapping[str, str]) -> list[str]:

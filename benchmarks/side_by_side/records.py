@@ -24,6 +24,8 @@ LLAMA_SERVER = "llama-server"
 PYTHON_SERVER = "llama-cpp-python server"
 LLAMA_CPP_PYTHON = "llama-cpp-python Llama"
 XLLAMACPP = "xllamacpp"
+# Not a server: what llama.cpp computes for the same requests, and nothing else.
+ALONE = "llama.cpp alone"
 
 
 @dataclass(frozen=True)

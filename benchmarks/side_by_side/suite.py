@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from benchmarks.side_by_side import (
+    bare_loop,
     embedding,
     engine_loop,
     first_chat,
@@ -32,6 +33,7 @@ from benchmarks.side_by_side.peers import Peers
 from benchmarks.side_by_side.quiet import Quiet
 from benchmarks.side_by_side.raw_loop import raw_decode_rate
 from benchmarks.side_by_side.records import (
+    ALONE,
     BATCHED_BENCH,
     CLLM,
     CLLM_EMBEDDED,
@@ -213,7 +215,8 @@ def measure_g(options: Options) -> Iterator[Record]:
     for width in options.widths(SMALL_WIDTHS):
         sizes = http_loop.LoopSizes(width, max(3, 32 // width))
         peers = (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER)
-        yield from _over_http(options, "g", SMALL_MODEL, sizes, http_loop.measure, peers)
+        alone = _alone(options, SMALL_MODEL, sizes)
+        yield from _over_http(options, "g", SMALL_MODEL, sizes, http_loop.measure, peers, alone)
 
 
 def measure_h(options: Options) -> Iterator[Record]:
@@ -271,6 +274,12 @@ def _over_http(
     yield from in_turns(options, measurement, model, sizes.case, tasks)
 
 
+def _alone(options: Options, model: str, sizes: bare_loop.Sizes) -> dict[str, Task]:
+    """Return the task that only computes what the requests need: no server over this library can be faster."""
+    setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
+    return {ALONE: partial(bare_loop.in_a_process, setup, sizes)}
+
+
 def _server(peer: str, setup: Setup, port: int, peers: Peers) -> ServerPeer:
     if peer in (CLLM_SERVE, CLLM_SERVE_THREAD):
         return servers.cllm_serve(setup, port, process=peer == CLLM_SERVE)
@@ -284,17 +293,25 @@ def measure_b(options: Options) -> Iterator[Record]:
         is_short = sizes.n_clients <= EQUAL_CLIENTS
         ours = (CLLM_SERVE, CLLM_SERVE_THREAD) if is_short else (CLLM_SERVE,)
         peers = (*ours, LLAMA_SERVER, PYTHON_SERVER)
-        yield from _over_http(options, "b", MODEL, sizes, http_loop.measure, peers)
+        alone = _alone(options, MODEL, sizes)
+        yield from _over_http(options, "b", MODEL, sizes, http_loop.measure, peers, alone)
 
 
 def _http_part(
-    letter: str, module: Any, model: str = MODEL
+    letter: str, module: Any, model: str = MODEL, *, has_limit: bool = False
 ) -> Callable[[Options], Iterator[Record]]:
-    """Return the measurement of a module that has `FULL`, `QUICK` and `measure`."""
+    """Return the measurement of a module that has `FULL`, `QUICK` and `measure`.
+
+    Parameters
+    ----------
+    has_limit : bool
+        True: what llama.cpp alone takes is measured in each turn, too.
+    """
 
     def measure(options: Options) -> Iterator[Record]:
         for sizes in module.QUICK if options.is_quick else module.FULL:
-            yield from _over_http(options, letter, model, sizes, module.measure)
+            alone = _alone(options, model, sizes) if has_limit else {}
+            yield from _over_http(options, letter, model, sizes, module.measure, others=alone)
 
     return measure
 
@@ -325,12 +342,12 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "d": _http_part("d", joining),
     "e": _http_part("e", overflow),
     # The small model has short steps, so that a growth with the number of requests is visible.
-    "f": _http_part("f", sequential, SMALL_MODEL),
+    "f": _http_part("f", sequential, SMALL_MODEL, has_limit=True),
     "g": measure_g,
     "h": measure_h,
     "i": measure_i,
     "n": measure_n,
     "r": _http_part("r", real_chats, REAL_MODEL),
-    "v": _http_part("v", embedding, EMBEDDING_MODEL),
+    "v": _http_part("v", embedding, EMBEDDING_MODEL, has_limit=True),
     "w": _http_part("w", first_chat, REAL_MODEL),
 }

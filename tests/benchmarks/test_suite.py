@@ -6,17 +6,24 @@ import dataclasses
 from collections.abc import Mapping
 
 import anyio
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from benchmarks.side_by_side import engine_loop, workload
+from benchmarks.side_by_side import bare_loop, engine_loop, workload
+from benchmarks.side_by_side.embedding import TextSizes
 from benchmarks.side_by_side.engine_loop import Decoding
+from benchmarks.side_by_side.http_loop import LoopSizes
 from benchmarks.side_by_side.page import SECTIONS
 from benchmarks.side_by_side.peers import Peers
 from benchmarks.side_by_side.quiet import Quiet
+from benchmarks.side_by_side.sequential import SequentialSizes
 from benchmarks.side_by_side.suite import MEASUREMENTS, Options, available, in_turns
 from benchmarks.side_by_side.targets import TARGETS
 from benchmarks.side_by_side.workload import Setup
+from cllm.bindings import Batch, Context, EmbeddingContext, Logits
 from cllm.engine.config import EMBEDDED_MODEL
+from tools import make_model
 
 
 def options(n_turns: int, told: list[str], missing: Mapping[str, str] | None = None) -> Options:
@@ -102,6 +109,56 @@ def test_a_missing_peer_is_not_measured() -> None:
 
 def test_every_measurement_has_a_section_and_every_target_a_measurement() -> None:
     assert set(MEASUREMENTS) == set(SECTIONS) == {target.measurement for target in TARGETS}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [LoopSizes(3, 2, n_prompt=12, n_output=4), SequentialSizes(2, n_requests=3, n_prompt=12)],
+)
+def test_llama_cpp_alone_computes_each_prompt_and_output(
+    monkeypatch: pytest.MonkeyPatch, sizes: LoopSizes | SequentialSizes
+) -> None:
+    monkeypatch.setattr(workload, "TEXT_TOKENS", range(40, 90))
+    rows: list[tuple[int, int]] = []  # sequences and rows of each decode
+
+    def decode(self: Context, batch: Batch) -> Logits:
+        rows.append((len(batch.runs), batch.n_rows))
+        return computed(self, batch)
+
+    computed = Context.decode
+    monkeypatch.setattr(Context, "decode", decode)
+    setup = Setup(EMBEDDED_MODEL, n_threads=1, n_ctx=512, n_seq_max=sizes.n_seq_max, n_batch=32)
+    work = bare_loop.Work.of(setup, sizes)
+    assert bare_loop.measure(work) > 0
+    n, n_rounds = len(work.rounds[0]), len(work.rounds) + 1  # one round more: the warm-up
+    prompts = [(2, 24), (1, 12)] if n == 3 else [(1, 12)]
+    assert rows == (prompts + (work.n_output - 1) * [(n, n)]) * n_rounds
+    assert work.n_tokens == n * (n_rounds - 1) * work.n_output
+
+
+def test_llama_cpp_alone_encodes_as_many_tokens_as_the_texts_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workload, "TEXT_TOKENS", range(40, 90))
+    n_rows: list[int] = []
+
+    def compute(self: EmbeddingContext, batch: Batch) -> NDArray[np.float32]:
+        n_rows.append(batch.n_rows)
+        return computed(self, batch)
+
+    computed = EmbeddingContext.compute
+    monkeypatch.setattr(EmbeddingContext, "compute", compute)
+    encoder = make_model.ensure("tiny-encoder", "F16")
+    setup = Setup(encoder, n_threads=1, n_ctx=512, n_seq_max=3, embeds=True)
+    work = bare_loop.Work.of(setup, TextSizes(3, 2))
+    assert bare_loop.measure(work) > 0
+    assert sum(n_rows) == work.n_tokens + sum(work.rounds[0])
+    assert max(n_rows) <= setup.n_batch
+
+
+def test_texts_share_a_batch_while_there_is_room() -> None:
+    assert list(bare_loop.batches([5, 5, 3, 8, 2], 10)) == [[0, 1], [2], [3, 4]]
+    assert list(bare_loop.batches([4], 4)) == [[0]]
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
