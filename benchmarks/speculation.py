@@ -182,8 +182,8 @@ async def run(engine: Engine, ask: Ask, n_clients: int) -> tuple[float, list[Com
 async def compare(name: str, plain: Engine, fast: Engine, ask: Ask, n_clients: int) -> None:
     """Compare two engines by turns, and print the ratios; the first turn only fills the prefix cache.
 
-    Where a ratio of times is lost in the noise, two counts bound what drafts can cost: the share of the rows
-    that were wrong drafts, and the milliseconds more that the plan of a tick takes.
+    A ratio of times may be lost in the noise.  So the share of the rows that were wrong drafts is printed, and
+    how much longer the plan of a tick takes.
     """
     ratios, ticks = [], []
     n_output = n_drafted = n_accepted = 0
@@ -196,8 +196,9 @@ async def compare(name: str, plain: Engine, fast: Engine, ask: Ask, n_clients: i
             rates[engine], completions = await run(engine, ask, n_clients)
             after = engine.statistics()
             n_ticks[engine] = after.n_ticks - before.n_ticks
-            plan_s = after.tick_times.plan_s - before.tick_times.plan_s
-            plan_ms[engine].append(1e3 * plan_s / n_ticks[engine])
+            if turn:
+                plan_s = after.tick_times.plan_s - before.tick_times.plan_s
+                plan_ms[engine].append(1e3 * plan_s / n_ticks[engine])
             if engine is fast and turn:
                 usages = [completion.usage for completion in completions]
                 n_output += sum(u.n_output for u in usages)

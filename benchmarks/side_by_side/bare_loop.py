@@ -1,8 +1,7 @@
-"""Measure what llama.cpp alone takes for the requests of a measurement: their decodes or encodes, and nothing else.
+"""Measure what llama.cpp alone takes for the requests of a measurement: their decodes or encodes.
 
-No server over this library can be faster: nothing is received, sampled, reported or waited for, and all
-sequences are in step.  `python -m benchmarks.side_by_side.bare_loop` reads the work as JSON,
-and prints the seconds.
+Nothing is received, sampled or reported.  All sequences are in step, so that none waits for another one.
+`python -m benchmarks.side_by_side.bare_loop` reads the work as JSON, and prints the seconds.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.side_by_side.embedding import TextSizes, text_of
+from benchmarks.side_by_side.embedding import TextSizes
 from benchmarks.side_by_side.http_loop import LoopSizes
 from benchmarks.side_by_side.sequential import SequentialSizes
-from benchmarks.side_by_side.workload import Setup, prompt_of
+from benchmarks.side_by_side.workload import Setup
 from cllm.bindings import Batch, Context, EmbeddingContext, Model
-
-N_ADDED = 2  # tokens that the tokenizer of the embedding model adds to the words of a text
+from cllm.engine.llama.encoder import N_BATCH_CPU
 
 Sizes = LoopSizes | SequentialSizes | TextSizes
+ANY_TOKEN = 5  # all tokens take the same time
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,14 @@ class Work:
             return cls(setup, [[sizes.n_prompt]] * sizes.n_requests, sizes.n_output)
         if isinstance(sizes, LoopSizes):
             return cls(setup, [[sizes.n_prompt] * sizes.n_clients] * sizes.n_each, sizes.n_output)
-        rounds = [
-            [n_tokens_of(sizes, client, index) for client in range(sizes.n_clients)]
-            for index in range(sizes.n_each)
-        ]
+        with Model(setup.model, vocab_only=True) as model:
+            rounds = [
+                [
+                    len(model.vocab.tokenize(sizes.text(client, index)))
+                    for client in range(sizes.n_clients)
+                ]
+                for index in range(sizes.n_each)
+            ]
         return cls(setup, rounds, 0)
 
     @property
@@ -62,15 +65,10 @@ class Work:
         return self.n_output * sum(map(len, self.rounds)) or sum(map(sum, self.rounds))
 
 
-def n_tokens_of(sizes: TextSizes, client: int, index: int) -> int:
-    """Return the number of tokens of the text that `embedding.measure` sends."""
-    return len(text_of(f" {sizes.n_clients} {client} {index}").split()) + N_ADDED
-
-
 def measure(work: Work) -> float:
     """Return the seconds of all rounds, in this process; the first round is computed once before."""
-    setup, compute = work.setup, _decode if work.n_output else _encode
-    with Model(setup.model) as model:
+    compute = _decode if work.n_output else _encode
+    with Model(work.setup.model) as model:
         rounds = compute(model, work, [work.rounds[0], *work.rounds])
         next(rounds)
         began = time.perf_counter()
@@ -81,6 +79,7 @@ def measure(work: Work) -> float:
 
 def _decode(model: Model, work: Work, rounds: list[list[int]]) -> Iterator[None]:
     setup, batch = work.setup, Batch(work.setup.n_batch)
+    tokens = [ANY_TOKEN] * max(map(max, rounds))
     with Context(
         model,
         n_ctx=setup.n_ctx,
@@ -90,18 +89,16 @@ def _decode(model: Model, work: Work, rounds: list[list[int]]) -> Iterator[None]
         n_threads=setup.n_threads,
         n_threads_batch=setup.n_threads,
     ) as context:
-        for number, lengths in enumerate(rounds):
+        for lengths in rounds:
             for group in batches(lengths, setup.n_batch):
                 batch.clear()
                 for seq_id in group:
-                    prompt = prompt_of(f"alone {number} {seq_id}", lengths[seq_id])
-                    batch.add(seq_id, prompt, 0, n_outputs=1)
+                    batch.add(seq_id, tokens[: lengths[seq_id]], 0, n_outputs=1)
                 context.decode(batch)
             for index in range(work.n_output - 1):
                 batch.clear()
                 for seq_id, n_tokens in enumerate(lengths):
-                    token = prompt_of(f"{number} {seq_id}", 1)
-                    batch.add(seq_id, token, n_tokens + index, n_outputs=1)
+                    batch.add(seq_id, tokens[:1], n_tokens + index, n_outputs=1)
                 context.decode(batch)
             for seq_id, n_tokens in enumerate(lengths):
                 context.seq_rm(seq_id, 0, n_tokens + work.n_output - 1)
@@ -110,6 +107,9 @@ def _decode(model: Model, work: Work, rounds: list[list[int]]) -> Iterator[None]
 
 def _encode(model: Model, work: Work, rounds: list[list[int]]) -> Iterator[None]:
     setup, batch = work.setup, Batch(work.setup.n_batch)
+    tokens = [ANY_TOKEN] * max(map(max, rounds))
+    # The engine's own size of a batch, with which a token takes the least time.
+    n_rows = min(N_BATCH_CPU, setup.n_batch)
     with EmbeddingContext(
         model,
         n_batch=setup.n_batch,
@@ -117,11 +117,11 @@ def _encode(model: Model, work: Work, rounds: list[list[int]]) -> Iterator[None]
         pooling="mean",
         n_threads=setup.n_threads,
     ) as context:
-        for number, lengths in enumerate(rounds):
-            for group in batches(lengths, setup.n_batch):
+        for lengths in rounds:
+            for group in batches(lengths, n_rows):
                 batch.clear()
                 for seq_id, text in enumerate(group):
-                    batch.add(seq_id, prompt_of(f"alone {number} {text}", lengths[text]), 0)
+                    batch.add(seq_id, tokens[: lengths[text]], 0)
                 context.compute(batch)
             yield
 
@@ -130,7 +130,7 @@ def batches(lengths: list[int], n_rows: int) -> Iterator[list[int]]:
     """Yield the indices of prompts that have room in a batch together, in their order."""
     group: list[int] = []
     for index, n_tokens in enumerate(lengths):
-        if sum(lengths[i] for i in group) + n_tokens > n_rows:
+        if group and sum(lengths[i] for i in group) + n_tokens > n_rows:
             yield group
             group = []
         group.append(index)
@@ -138,13 +138,23 @@ def batches(lengths: list[int], n_rows: int) -> Iterator[list[int]]:
 
 
 def in_a_process(setup: Setup, sizes: Sizes) -> dict[str, float]:
-    """Run `measure` in a process of its own, as each server has; return its metrics."""
+    """Run `measure` in a process of its own, as each server has; return the metric of the measurement.
+
+    Raises
+    ------
+    RuntimeError
+        The process failed; the message has what it wrote last.
+    """
     work = Work.of(setup, sizes)
     given = json.dumps(dataclasses.asdict(work), default=str)
     command = [sys.executable, "-m", __name__]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
     seconds = float(done.stdout)
-    return {"tokens_per_s": work.n_tokens / seconds, "total_s": seconds}
+    if isinstance(sizes, SequentialSizes):
+        return {"total_s": seconds}
+    return {"tokens_per_s": work.n_tokens / seconds}
 
 
 if __name__ == "__main__":

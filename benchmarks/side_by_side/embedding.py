@@ -35,6 +35,10 @@ class TextSizes(ClosedLoopSizes):
         """Context in which all requests fit at once."""
         return 512 * self.n_clients
 
+    def text(self, client: int, index: int, seed: str = "") -> str:
+        """Return the text that a client sends in one of its requests."""
+        return text_of(f"{seed} {self.n_clients} {client} {index}")
+
 
 FULL = (TextSizes(1, 96), TextSizes(8, 48), TextSizes(64, 16))
 QUICK = (TextSizes(1, 16), TextSizes(8, 8), TextSizes(64, 2))
@@ -50,17 +54,17 @@ async def measure(port: int, peer: str, sizes: TextSizes, seed: str = "") -> Out
     """Measure tokens per second, from the first send to the last end, and latencies, without the warm-up."""
     answers: list[Answer] = []
 
-    def body(name: str) -> dict[str, str]:
-        return {"model": "model", "input": text_of(f"{seed} {name}")}
+    def body(text: str) -> dict[str, str]:
+        return {"model": "model", "input": text}
 
     async def client(number: int, connection: Connection) -> None:
         for index in range(sizes.n_each):
-            asked = body(f"{sizes.n_clients} {number} {index}")
+            asked = body(sizes.text(number, index, seed))
             answers.append(await connection.fetch(asked, path=PATH))
 
     async with connected(port, 1) as (connection,):
         for index in range(4):
-            await connection.fetch(body(f"warm-up {index}"), path=PATH)
+            await connection.fetch(body(text_of(f"{seed} warm-up {index}")), path=PATH)
     await run_clients(port, sizes.n_clients, client)
     done = [answer for answer in answers if answer.is_complete]
     metrics = {

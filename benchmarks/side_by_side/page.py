@@ -125,7 +125,7 @@ def page(
         "Peers took turns on one machine.  A figure is the median of the turns, with the smallest "
         "and the largest in brackets; a ratio is taken within a turn, and then the median of those.",
         "*llama.cpp alone* is the same figure for a program that only computes what the requests need, with "
-        "all of them in step: no server over this library can be faster.",
+        "all of them in step.",
         _about(where),
         "## Targets",
         _summary(verdicts),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from benchmarks.side_by_side.records import (
+    ALONE,
     BATCHED_BENCH,
     CLLM,
     CLLM_EMBEDDED,
@@ -39,6 +40,7 @@ COLOURS = {
     PYTHON_SERVER: "#e69f00",
     LLAMA_CPP_PYTHON: "#009e73",
     XLLAMACPP: "#cc79a7",
+    ALONE: "#000000",
 }
 # Larger markers for peers with a single point, which would be hidden below others.
 MARKERS = {LLAMA_CPP_PYTHON: ("D", 8), XLLAMACPP: ("s", 8)}

@@ -24,7 +24,7 @@ LLAMA_SERVER = "llama-server"
 PYTHON_SERVER = "llama-cpp-python server"
 LLAMA_CPP_PYTHON = "llama-cpp-python Llama"
 XLLAMACPP = "xllamacpp"
-# Not a server: what llama.cpp computes for the same requests, and nothing else.
+# No server: only the computation that the same requests need (`bare_loop`).
 ALONE = "llama.cpp alone"
 
 

@@ -275,7 +275,7 @@ def _over_http(
 
 
 def _alone(options: Options, model: str, sizes: bare_loop.Sizes) -> dict[str, Task]:
-    """Return the task that only computes what the requests need: no server over this library can be faster."""
+    """Return the task that only computes what the requests need."""
     setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
     return {ALONE: partial(bare_loop.in_a_process, setup, sizes)}
 

@@ -85,7 +85,7 @@ class Verdict:
     is_reached : bool or None
         None if there are no records.
     limit : Spread or None
-        The same of llama.cpp alone, in the same turns; None if it was not measured.
+        `measured` of llama.cpp alone; None if it was not measured.
     """
 
     target: Target
@@ -140,9 +140,10 @@ def _decode() -> Iterator[Target]:
 def _http() -> Iterator[Target]:
     served = partial(Target, measurement="b", model=MODEL, peer=CLLM_SERVE)
     for sizes in http_loop.FULL:
+        # Settings of `cllm tune` may gain more than a server of Python costs.
+        tuned = {EQUAL_CLIENTS: 1.08, MANY_CLIENTS: 1.05}.get(sizes.n_clients, 1.0)
         # The example server batches with the same kernels: the target is only to be no slower.
-        several = {EQUAL_CLIENTS: 1.08, MANY_CLIENTS: 1.05}.get(sizes.n_clients, 1.0)
-        for mark, rival, bound in (("", LLAMA_SERVER, several), ("p", PYTHON_SERVER, 1.0)):
+        for mark, rival, bound in (("", LLAMA_SERVER, tuned), ("p", PYTHON_SERVER, 1.0)):
             yield served(
                 key=f"b{sizes.n_clients}{mark}",
                 text=f"throughput over HTTP, {sizes.case}",
@@ -257,8 +258,9 @@ def _load() -> Iterator[Target]:
 def _texts() -> Iterator[Target]:
     served = partial(Target, measurement="v", model=EMBEDDING_MODEL, peer=CLLM_SERVE)
     for sizes in embedding.FULL:
-        several = 1.05 if sizes.n_clients > 1 else 1.0
-        for mark, rival, bound in (("", LLAMA_SERVER, several), ("p", PYTHON_SERVER, 1.0)):
+        # Batches of 256 tokens take less time than those of 512, which llama-server fills.
+        batched = 1.05 if sizes.n_clients > 1 else 1.0
+        for mark, rival, bound in (("", LLAMA_SERVER, batched), ("p", PYTHON_SERVER, 1.0)):
             yield served(
                 key=f"v{sizes.n_clients}{mark}",
                 text=f"vectors: throughput, {sizes.case}",
@@ -283,7 +285,8 @@ def _chats() -> Iterator[Target]:
             case=sizes.case,
             metric="tokens_per_s",
             relation=">=",
-            bound=1.0 if sizes.n_clients == 1 else 1.4,
+            # Without computing any prompt, 8 clients would have 1.34.
+            bound=1.0 if sizes.n_clients == 1 else 1.3,
         )
         if sizes.n_clients == EQUAL_CLIENTS:
             yield served(

@@ -192,8 +192,8 @@ class Vocabulary:
     def pieces(self, *, special: bool = False) -> list[bytes]:
         """Return the bytes of every token, as `token_to_piece` returns those of one.
 
-        It takes about 2 µs a token, half of the time of one call for each.  Without `special`, `piece` then
-        knows all tokens.
+        It takes about 2 µs a token, half of the time of one call for each.  Without `special`, `piece` has
+        all tokens in its cache afterwards.
         """
         check_bool("special", special)
         pointer, buffer = self._pointer, ctypes.create_string_buffer(PIECE_BYTES)
@@ -235,9 +235,9 @@ class Vocabulary:
         of_all = enumerate(self._of_all(library().llama_vocab_get_attr))
         return [self.text(token) for token, attributes in of_all if attributes & wanted]
 
-    def _of_all(self, ask: Any) -> Iterator[Any]:
-        """Return the answers of a function of llama.h for every token."""
-        return map(ask, repeat(self._pointer), range(self.n_tokens))
+    def _of_all(self, function: Any) -> Iterator[Any]:
+        """Call a function of llama.h for every token."""
+        return map(function, repeat(self._pointer), range(self.n_tokens))
 
     def text(self, token: int) -> str:
         """Return the text of `token` as the vocabulary stores it, with its marks for spaces and bytes."""

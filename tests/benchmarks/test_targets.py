@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.side_by_side.plots import COLOURS
 from benchmarks.side_by_side.records import CLLM
 from benchmarks.side_by_side.tables import FAMILIES, METRICS
 from benchmarks.side_by_side.targets import TARGETS, judge
@@ -50,6 +51,10 @@ def test_records_of_another_model_or_case_do_not_count() -> None:
 
     assert judge(wide, beside(narrow, [1.0], [1.0])).measured is None
     assert judge(TARGET["g32"], beside(wide, [1.0], [1.0])).measured is None
+
+
+def test_every_peer_has_a_colour() -> None:
+    assert {peer for family in FAMILIES for peer in family} == COLOURS.keys()
 
 
 def test_keys_are_unique_and_peers_are_comparable() -> None:

@@ -394,7 +394,18 @@ def test_a_vocabulary_needs_no_letter_in_particular(tmp_path: Path) -> None:
         assert model.vocab.join(model.vocab.tokenize("AB")) == b"AB"
 
 
-@pytest.mark.parametrize("call", ["tokenize('a')", "prefixes_space", "piece(1)"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tokenize('a')",
+        "prefixes_space",
+        "piece(1)",
+        "pieces()",
+        "ends",
+        "is_eog(1)",
+        "control_names()",
+    ],
+)
 def test_a_model_without_a_vocabulary_refuses_instead_of_aborting(
     tmp_path: Path, call: str
 ) -> None:

@@ -221,7 +221,7 @@ def test_no_sampler_asks_for_each_token_of_the_vocabulary(
     """All streams would wait for it: half a second with 150,000 tokens."""
     factory, asked = SamplerFactory(model, N_CTX), list[int]()
     monkeypatch.setattr(Vocabulary, "is_eog", lambda _, token: asked.append(token))
-    monkeypatch.setattr(Vocabulary, "_of_all", lambda _, ask: asked.append(ask))
+    monkeypatch.setattr(Vocabulary, "_of_all", lambda _, function: asked.append(function))
     sampler = factory(request_of(SamplingParams(temperature=0, **params)))
     assert sampler is not None
     sampler.close()
