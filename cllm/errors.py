@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from cllm.engine.output import Completion
 
 E = TypeVar("E", bound=BaseException)
+N_SHOWN = 80  # characters of a rejected value in a message
 
 __all__ = (
     "AbiMismatchError",
@@ -191,6 +192,27 @@ class EncodeCancelledError(CllmError):
     """An encode was cancelled by its caller."""
 
 
+def _beginning(value: object, room: list[int]) -> object:
+    """Return as much of a value as a message shows: the `repr` of a large one takes a second.
+
+    `room` is the number of items that are left.
+    """
+    if type(value) in (str, bytes):
+        return value[:N_SHOWN]  # type: ignore[index]
+    if type(value) not in (list, tuple, dict):
+        return value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
+    kept = {}
+    for key, item in pairs:
+        if room[0] <= 0:
+            break
+        room[0] -= 1
+        kept[key] = _beginning(item, room)
+    if isinstance(value, dict):
+        return kept
+    return list(kept.values()) if isinstance(value, list) else tuple(kept.values())
+
+
 class _FieldError(CllmError, ValueError):
     """A value out of its limits.
 
@@ -204,11 +226,11 @@ class _FieldError(CllmError, ValueError):
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         try:
-            shown = repr(value)
+            shown = repr(_beginning(value, [N_SHOWN]))
         except (RecursionError, ValueError):  # too deep, too many digits
             shown = f"a {type(value).__name__}"
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
+        if len(shown) > N_SHOWN:
+            shown = shown[: N_SHOWN - 3] + "..."
         super().__init__(f"{field} is {shown}, must be {limit}")
         self.field = field
         self.value = value

@@ -72,6 +72,12 @@ class Candidates:
         memory.p[:n] = 0.0
         self.struct: Any = _ARRAY(memory.pointer, n, -1, False)
 
+    def refill(self) -> None:
+        """Make this a single candidate again, token 0 with the logit 0, after samplers have changed it."""
+        memory = self._memory
+        memory.ids[0] = memory.logits[0] = memory.p[0] = 0
+        self.struct.size, self.struct.selected, self.struct.sorted = 1, -1, False
+
     def __len__(self) -> int:
         return int(self.struct.size)
 
@@ -125,14 +131,22 @@ class SamplerChain(NativeHandle):
             raise LlamaCallError("llama_sampler_chain_init", 0)
         super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
         self._selects: bool = False
-        self._memories: list[tuple[str, Any]] = []  # samplers that look at accepted tokens
+        # Samplers that look at accepted tokens, and at how many of the last ones; None: at all.
+        self._memories: list[tuple[str, Any, int | None]] = []
 
     @property
     def remembers(self) -> bool:
         """True if the selection depends on accepted tokens; if False, `accept` has no effect."""
         return bool(self._memories)
 
-    def _add(self, sampler: Any, *, selects: bool = False, memory: str | None = None) -> Self:
+    def _add(
+        self,
+        sampler: Any,
+        *,
+        selects: bool = False,
+        memory: str | None = None,
+        last_n: int | None = None,
+    ) -> Self:
         if not sampler:
             raise InvalidArgumentError("sampler", None, "a sampler that llama.cpp accepts")
         if self._selects:
@@ -143,7 +157,7 @@ class SamplerChain(NativeHandle):
         self._lib.llama_sampler_chain_add(self._pointer, sampler)
         self._selects = selects
         if memory is not None:
-            self._memories.append((memory, sampler))
+            self._memories.append((memory, sampler, last_n))
         return self
 
     # --- The samplers that select, and must come last ----------------------------------------
@@ -241,6 +255,7 @@ class SamplerChain(NativeHandle):
         return self._add(
             self._lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence),
             memory="penalties",
+            last_n=last_n,
         )
 
     def add_dry(
@@ -264,6 +279,7 @@ class SamplerChain(NativeHandle):
                 self._vocab._pointer, multiplier, base, allowed_length, last_n, array, len(texts)
             ),
             memory="dry",
+            last_n=last_n,
         )
 
     def add_logit_bias(self, biases: Mapping[int, float]) -> Self:
@@ -319,12 +335,20 @@ class SamplerChain(NativeHandle):
         self._lib.llama_sampler_accept(self._pointer, self._vocab.check_token(token))
 
     def accept_prompt(self, tokens: Sequence[int], names: Collection[str]) -> None:
-        """Report the tokens of a prompt to these samplers alone: "penalties", "dry", "adaptive_p"."""
+        """Report the tokens of a prompt to these samplers alone: "penalties", "dry", "adaptive_p".
+
+        A sampler that looks at the last `n` tokens is given no others: a call takes 0.4 µs.
+        """
         self._pointer  # noqa: B018  # the thread and lifetime check
-        chosen = [sampler for name, sampler in self._memories if name in names]
-        for token in map(self._vocab.check_token, tokens if chosen else ()):
-            for sampler in chosen:
-                self._lib.llama_sampler_accept(sampler, token)
+        accept = self._lib.llama_sampler_accept
+        for name, sampler, last_n in self._memories:
+            if name in names and last_n != 0:
+                seen = tokens[-last_n:] if last_n is not None else tokens
+                if seen:
+                    self._vocab.check_token(min(seen))
+                    self._vocab.check_token(max(seen))
+                for token in seen:
+                    accept(sampler, token)
 
     def sample(self, context: Context, row: int) -> int:
         """Sample a token from one output row of the last decode, over the whole vocabulary, and accept it.

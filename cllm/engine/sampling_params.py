@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized, ValuesView
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypedDict
@@ -112,6 +112,8 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
             check_text(name, given, error)
             schema = json.loads(given)
         elif isinstance(given, Mapping):
+            if _has_parts(given, MAX_SCHEMA_BYTES // 2):  # each part has two bytes or more
+                raise error(name, "larger, or inside itself", f"at most {MAX_SCHEMA_BYTES} bytes")
             schema = dict(given)
         else:
             raise error(name, given, "a mapping, or one as JSON text")
@@ -130,6 +132,19 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
         )
     check_text(name, text, error)
     return text
+
+
+def _has_parts(value: object, n_parts: int) -> bool:
+    """Return True if a value has more parts than this, without counting all of them."""
+    left: list[object] = [value]
+    while left and n_parts >= 0:
+        part = left.pop()
+        inner = part.values() if isinstance(part, Mapping) else part
+        if isinstance(inner, list | tuple | ValuesView):
+            n_parts -= len(inner)
+            if n_parts >= 0:
+                left.extend(inner)
+    return n_parts < 0
 
 
 def _depth(value: object) -> int:

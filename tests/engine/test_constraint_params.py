@@ -34,6 +34,37 @@ def refused(**options: Any) -> InvalidRequestError:
     return error
 
 
+def test_a_schema_of_too_many_parts_is_rejected_before_it_is_written_as_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The event loop would take a second for a body of 32 MiB."""
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: pytest.fail("it was written"))
+    error = refused(json_schema={"enum": [0] * (128 * KIB + 1)})
+    assert error.limit == f"at most {256 * KIB} bytes"
+
+
+class Shown:
+    """A value whose text is counted."""
+
+    n_shown = 0
+
+    def __repr__(self) -> str:
+        Shown.n_shown += 1
+        return "x"
+
+
+@pytest.mark.parametrize(
+    "value", [[Shown()] * 9000, [[[Shown()] * 90] * 90], {n: (Shown(),) * 90 for n in range(90)}]
+)
+def test_a_message_reads_only_as_much_of_a_rejected_value_as_it_shows(value: object) -> None:
+    Shown.n_shown = 0
+    error = InvalidRequestError("field", value, "small")
+    assert error.value is value
+    assert str(error).endswith("..., must be small")
+    assert len(str(error)) < 120
+    assert Shown.n_shown <= 80
+
+
 def nested(depth: int) -> dict[str, Any]:
     """A schema of so many levels, the number at the bottom included."""
     schema: Any = 1
@@ -143,7 +174,7 @@ def test_a_schema_without_end_is_refused() -> None:
     around["a"][0]["b"].append(around)
     for schema in (direct, around):
         error = refused(json_schema=schema)
-        assert (error.field, error.limit) == ("json_schema", "JSON (Circular reference detected)")
+        assert "json_schema is 'larger, or inside itself', must be at most 262144" in str(error)
 
 
 def test_a_schema_has_at_most_64_levels() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cllm import ClosedError, Engine, InvalidRequestError, SavedGeneration, TokenStream
+from cllm.checks import MAX_SEED
 from cllm.testing import FakeAnswer, FakeEngine, FakeVocabulary
 from tests.conftest import QUIET, some_in_fast
 from tests.engine.samplings import PROMPTS
@@ -165,6 +166,20 @@ async def test_what_cannot_be_is_refused_by_name_and_the_stream_goes_on(
             await act(stream)
         assert caught.value.field == field
         assert text_of(first + [delta async for delta in stream]) == LONG[""]
+
+
+async def test_another_output_of_a_request_is_asked_for_before_it_is_submitted() -> None:
+    async with FakeEngine(LONG) as engine:
+        stream = engine.stream("p", max_tokens=5, seed=MAX_SEED)
+        others = [stream.again(i, f"other-{i}") for i in range(2)]
+        assert [other.request_id for other in others] == ["other-0", "other-1"]
+        assert [other._call.seed for other in others] == [MAX_SEED, 0]
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            stream.again(1, "")
+        async with stream:
+            with pytest.raises(ClosedError, match="was submitted"):
+                stream.again(1, "late")
+        assert [await other.completion() for other in others]
 
 
 async def test_forks_are_counted_and_need_a_stream_that_has_begun() -> None:

@@ -74,7 +74,7 @@ BOUNDS = (
     ("pixels and samples: of a prompt; of open requests", "512 MiB; 1 GiB, then a request waits before it reads its files", "tests/engine/test_images.py::test_a_request_reads_its_images_when_open_requests_hold_few_pixels"),
     ("a file of an image or of audio: bytes, pixels or samples, seconds, memory of its process", "64 MiB, 33,554,432, 20 s, 1 GiB", "tests/reliability/test_damaged_media.py"),
     ("an image at an address: bytes, seconds, redirects", "20 MiB, 10 s, 3; 64 MiB, 64 addresses and 30 s for a request, 512 MiB for open ones; only of `--image-host`, only public addresses", "tests/server/test_fetching.py"),
-    ("arrays and objects of a body; messages", "16,384; 1,024, or one for each 16 tokens of context if that is more", "tests/server/test_overflow.py"),
+    ("arrays and objects of a body; commas; messages; values of a chat", "16,384; 2,097,152; 1,024, or one for each 16 tokens of context if that is more; 262,144", "tests/server/test_overflow.py"),
     ("log lines that quote clients; their text", "64 of each message; 80 characters of each quotation, 8,000 of any message", "tests/test_log_once.py::test_each_thing_is_logged_once_and_not_without_end"),
     ("time of the event loop for a body", "its parts are counted before it is parsed, for several models too", "tests/server/test_bodies.py"),
     ("loaded models", "`--max-models`, memory; only a POST that can be answered loads one", "tests/server/test_several.py::test_only_a_request_that_can_be_answered_loads_a_model"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -11,7 +11,11 @@ import pytest
 
 from cllm import PromptTooLongError
 from cllm.client.refusals import refusal_of
+from cllm.engine.chat import chat_prompt
+from cllm.engine.loop import request_call
 from cllm.server import ServerConfig, create_app
+from cllm.server.http import body
+from cllm.server.http.problems import Problem
 from cllm.testing import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -97,6 +101,51 @@ async def test_too_many_messages_and_too_large_a_body_have_the_code_of_an_overfl
         assert error["code"] == "context_length_exceeded"
         assert "prompt is too long" in error["message"]
         assert limit in error["message"]
+
+
+def test_a_body_of_too_many_values_is_rejected_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body, "MAX_COMMAS", 100)
+    assert body.parsed(b"[%s]" % b",".join([b"0"] * 101)) == [0] * 101
+    monkeypatch.setattr(body, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(Problem, match="more than 100 commas"):
+        body.parsed(b"[%s]" % b",".join([b"0"] * 102))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+async def test_several_answers_check_their_prompt_once_and_have_seeds_of_their_own(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat of 262,144 values takes the event loop 50 ms."""
+    checked: list[object] = []
+
+    def counted(check: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: object) -> Any:
+            checked.append(given)
+            return check(*given)
+
+        return run
+
+    for module, name in ((chat_prompt, "check_messages"), (request_call, "check_prompt")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    asked = {"messages": [ASK]} if "chat" in path else {"prompt": "Hm"}
+    more = {"n_predict": 4} if path == "/completion" else {"max_tokens": 4}
+    seeds: list[int | None] = []
+    call_init = request_call.RequestCall.__post_init__
+
+    def noted(call: request_call.RequestCall) -> None:
+        call_init(call)
+        seeds.append(call.params.seed if call.seed is None else call.seed)
+
+    monkeypatch.setattr(request_call.RequestCall, "__post_init__", noted)
+    async with FakeEngine(lambda _: "Hm.", n_ctx=N_CTX) as engine:
+        transport = httpx.ASGITransport(create_app(engine, ServerConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.post(path, json={**asked, **more, "n": 3, "seed": 7})
+    assert answer.status_code == 200, answer.text
+    assert len(checked) == 1
+    assert seeds[:3] == [7, 8, 9]
 
 
 def test_limits_follow_from_the_context() -> None:

@@ -132,7 +132,13 @@ class LlamaChain:
 
     def draw(self) -> None:
         """Draw the random numbers of one token, by choosing from a single candidate; the choice is dropped."""
-        self._chain.apply(Candidates(np.zeros(1, np.int32), np.zeros(1, np.float32)))
+        self._single.refill()
+        self._chain.decide(self._single)
+
+    @cached_property
+    def _single(self) -> Candidates:
+        """One candidate, for all draws of a long output that is recalled."""
+        return Candidates(np.zeros(1, np.int32), np.zeros(1, np.float32))
 
     def _decide(self, candidates: Candidates, largest: float) -> int:
         # `apply` raises the error if no logit is finite, as when all others are banned.  `decide` skips
@@ -198,7 +204,8 @@ class SamplerFactory:
             and not (params.changes_logits or suppressed or is_constrained)
         ):
             return None
-        prompt = tuple(token for token in request.prompt_token_ids if token >= 0)  # no media
+        seen = request.prompt_token_ids if params.prompt_samplers else ()
+        prompt = tuple(token for token in seen if token >= 0)  # no media
         seed = params.seed if request.seed is None else request.seed
         if seed is None:
             seed = secrets.randbelow(MAX_SEED + 1)

@@ -215,6 +215,29 @@ class TokenStream:
         )
         return SavedGeneration.of(call, continuation, self._opener.model)
 
+    def again(self, index: int, request_id: str) -> TokenStream:
+        """Return the stream of another output of the same request; the prompt is not checked once more.
+
+        Parameters
+        ----------
+        index : int
+            With `seed`, the output uses `seed + index`.
+        request_id : str
+
+        Raises
+        ------
+        ClosedError
+            This stream was submitted or closed.
+        InvalidRequestError
+            `request_id` is not valid.
+        """
+        if self._find_source is None:
+            raise ClosedError("the stream was submitted or closed")
+        seed = self._call.params.seed
+        seed = None if seed is None else (seed + index) % (MAX_SEED + 1)
+        call = replace(self._call, request_id=request_id, seed=seed)
+        return TokenStream(call, self._find_source)
+
     def fork(self, n: int) -> list[TokenStream]:
         """Return more streams that begin with the output read so far; this one continues too.
 

@@ -23,7 +23,6 @@ from cllm.log_once import log_once
 from cllm.server.answers.answer import AnswerForm, answer
 from cllm.server.answers.client_tools import ClientTools
 from cllm.server.answers.running import Observation
-from cllm.server.bodies.fields import MAX_SEED
 from cllm.server.bodies.schemas import ChatOptionFields
 from cllm.server.http.fetching import ImageFetcher
 from cllm.server.http.problems import Problem, problem_of
@@ -79,16 +78,14 @@ class ChatCall:
 
     def streams(self, engine: Engine, request_id: str, n: int = 1) -> list[TokenStream]:
         """Return the streams of `n` answers, not submitted yet."""
-        return [
-            engine.stream_chat(
-                self.messages,
-                seeded(self.params, i),
-                request_id=request_id if i == 0 else f"{request_id}-0-{i}",
-                **self.scheduling,
-                **self.options,
-            )
-            for i in range(n)
-        ]
+        first = engine.stream_chat(
+            self.messages,
+            self.params,
+            request_id=request_id,
+            **self.scheduling,
+            **self.options,
+        )
+        return [first, *(first.again(i, f"{request_id}-0-{i}") for i in range(1, n))]
 
 
 def answer_chat(
@@ -126,13 +123,6 @@ def as_delta(completion: Completion) -> TokenDelta:
         for i, call in enumerate(completion.tool_calls)
     ]
     return TokenDelta(completion.text, (), reasoning=completion.reasoning, tool_calls=tuple(calls))
-
-
-def seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of the output `index` of several: `index` is added to a seed, if there is one."""
-    if params.seed is None or index == 0:
-        return params
-    return replace(params, seed=(params.seed + index) % (MAX_SEED + 1))
 
 
 async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:

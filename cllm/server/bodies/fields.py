@@ -19,7 +19,6 @@ from cllm.engine.media_source import MediaSource
 from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
     MAX_BIASES,
-    MAX_SCHEMA_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     SAMPLERS,
@@ -121,24 +120,6 @@ def _all_mixed(data: object) -> list[object]:
     if not isinstance(data, list) or not data or {int, float} & set(map(type, data)):
         return [_mixed(data)]
     return [_mixed(one) for one in data]
-
-
-def _check_schema(data: object) -> object:
-    if _has_parts(data, MAX_SCHEMA_BYTES // 2):  # each part has two bytes or more
-        raise invalid("json_schema", f"must be at most {MAX_SCHEMA_BYTES} bytes")
-    return data
-
-
-def _has_parts(data: object, n_parts: int) -> bool:
-    """Return True if a value has more parts than this, without counting all of them."""
-    left: list[object] = [data]
-    while left and n_parts >= 0:
-        part = left.pop()
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        n_parts -= len(inner)
-        if n_parts >= 0:
-            left.extend(inner)
-    return n_parts < 0
 
 
 def _check_stop_tokens(data: object) -> object:
@@ -262,7 +243,7 @@ _TYPES: dict[str, Any] = {
     "speculation": Flag,
     "grammar": Text,
     "lark": Text,
-    "json_schema": Annotated[dict[str, Any] | Text, BeforeValidator(_check_schema)],
+    "json_schema": dict[str, Any] | Text,
     "regex": Text,
 }
 _LIMITS: dict[str, dict[str, Any]] = {

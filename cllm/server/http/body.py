@@ -21,6 +21,8 @@ from cllm.server.http.problems import Problem
 MAX_CONTAINERS = 1 << 14  # arrays and objects of one body
 TENANT_HEADER = "x-tenant"
 MAX_BRACKETS = 1 << 18  # opening brackets of one body, in its strings too
+# Commas of one body: of its values, and of its texts, which have no more tokens than a context then.
+MAX_COMMAS = 1 << 21
 
 
 async def json_of(request: Request, *, is_optional: bool = False) -> Any:
@@ -53,8 +55,8 @@ def parsed(body: bytes | bytearray) -> Any:
     Raises
     ------
     Problem
-        400: the body is not JSON, is nested too deep, or has more than `MAX_CONTAINERS` arrays and objects.
-        Numbers must be finite.
+        400: the body is not JSON, is nested too deep, or has more than `MAX_CONTAINERS` arrays and objects or
+        `MAX_COMMAS` commas.  Numbers must be finite.
     """
     _check_size(body)
     try:
@@ -68,6 +70,8 @@ def parsed(body: bytes | bytearray) -> Any:
 
 def _check_size(body: bytes | bytearray) -> None:
     """Reject bodies that would take long to parse on the event loop."""
+    if body.count(b",") > MAX_COMMAS:
+        raise Problem(400, f"the body has more than {MAX_COMMAS} commas")
     n_containers = _n_containers(body)
     if MAX_CONTAINERS < n_containers <= MAX_BRACKETS:
         # Brackets in strings do not count: every second part between quotation marks is no string.

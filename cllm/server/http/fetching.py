@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urljoin, urlsplit
 
 import anyio
+import anyio.to_thread
 
 from cllm import Image, InvalidRequestError
 from cllm.engine.media_parts import Address, address_of
@@ -62,13 +63,14 @@ class ImageFetcher:
     hosts : sequence of str
         Hosts that are allowed, in lower case, each perhaps with a port; "*": all of the public internet.
     open_network : callable
-        Returns the network; called before the first image is fetched.
+        Returns the network; called in a worker thread before the first image is fetched.
     """
 
     def __init__(self, hosts: Sequence[str], open_network: Callable[[], Network]) -> None:
         self._hosts = frozenset(hosts)
         self._open_network = open_network
         self._network: Network | None = None
+        self._opening = anyio.Lock()
         self._limiter = anyio.CapacityLimiter(N_AT_ONCE)
         self._lock = threading.Lock()  # an image may be freed in any thread
         self._n_bytes_open = 0
@@ -165,8 +167,9 @@ class ImageFetcher:
             self._n_bytes_open += n_bytes
 
     async def _content(self, url: str) -> bytes:
-        if self._network is None:
-            self._network = self._open_network()
+        async with self._opening:
+            if self._network is None:
+                self._network = await anyio.to_thread.run_sync(self._open_network)
         base = ""
         for _ in range(MAX_REDIRECTS + 1):
             url = self._checked(base, url)

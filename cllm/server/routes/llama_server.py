@@ -24,7 +24,6 @@ from cllm import (
     TokenStream,
 )
 from cllm.server.answers.answer import AnswerForm, answer
-from cllm.server.answers.chat_call import seeded
 from cllm.server.answers.formats import deadline_of
 from cllm.server.answers.infill import Gap, prompt_of_gap
 from cllm.server.answers.running import check_in_time
@@ -186,17 +185,18 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
     observation = state.observation(request, "text_completion", params)
 
     def open_streams(engine_id: str) -> list[TokenStream]:
-        return [
-            engine.stream(
+        streams: list[TokenStream] = []
+        for number in range(0, n * len(prompts), n):
+            first = engine.stream(
                 prompts[number // n],
-                seeded(params, number % n),
+                params,
                 lora=lora,
                 parse_special=True,
                 **body.turn,
                 request_id=f"{engine_id}-{number}" if number else engine_id,
             )
-            for number in range(n * len(prompts))
-        ]
+            streams += [first, *(first.again(i, f"{engine_id}-{number + i}") for i in range(1, n))]
+        return streams
 
     given = [prompt for prompt in prompts for _ in range(n)]
     form = OutputForm(state.model_name, body, params, given)

@@ -17,7 +17,6 @@ from cllm.server.answers.chat_call import (
     chat_options,
     client_tools_of,
     hinted,
-    seeded,
 )
 from cllm.server.answers.client_tools import messages_of
 from cllm.server.answers.formats import ChatCompletionForm, CompletionForm
@@ -112,17 +111,18 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         params = replace(params, prompt_logprobs=params.logprobs)
 
     def streams(engine_id: str) -> list[TokenStream]:
-        return [
-            engine.stream(
+        streams: list[TokenStream] = []
+        for number, prompt in enumerate(prompts):
+            first = engine.stream(
                 prompt,
-                seeded(params, i),
+                params,
                 lora=lora,
                 parse_special=body.parse_special,
-                **_options(body, engine_id, number, i),
+                **body.turn,
+                request_id=f"{engine_id}-{number}-0" if number else engine_id,
             )
-            for number, prompt in enumerate(prompts)
-            for i in range(n)
-        ]
+            streams += [first, *(first.again(i, f"{engine_id}-{number}-{i}") for i in range(1, n))]
+        return streams
 
     log_request(state, request_id, body.prompt)
     echoes = [await _echo(engine, prompt) if body.echo else "" for prompt in prompts]
@@ -230,16 +230,6 @@ def _prompts(body: CompletionFields, n: int, state: ServerState) -> list[Prompt]
     for prompt in prompts:
         check_length(state.serving, prompt)
     return prompts
-
-
-def _options(
-    body: CompletionFields | ChatFields, request_id: str, number: int, index: int
-) -> dict[str, Any]:
-    is_first = not (number or index)
-    return {
-        **body.turn,
-        "request_id": request_id if is_first else f"{request_id}-{number}-{index}",
-    }
 
 
 async def _echo(engine: Engine, prompt: Prompt) -> str:

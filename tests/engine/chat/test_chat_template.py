@@ -17,7 +17,12 @@ from cllm.checks import MAX_CHAT_BYTES
 from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate
 from cllm.engine.chat.control_tokens import Piece
-from cllm.engine.chat.message_checks import MAX_MESSAGES, check_messages, check_tools
+from cllm.engine.chat.message_checks import (
+    BYTES_PER_VALUE,
+    MAX_MESSAGES,
+    check_messages,
+    check_tools,
+)
 from cllm.errors import InvalidRequestError
 from tests.conftest import few_in_fast
 from tests.engine.chat.conftest import CHILD
@@ -346,7 +351,10 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     ([], "messages"),
     ([user("")] * (MAX_MESSAGES + 1), "messages"),
     ([user("x" * MAX_CHAT_BYTES)], "messages"),
-    ([user(""), {**user(""), "numbers": [1] * (MAX_CHAT_BYTES // 4)}], "messages"),
+    ([user(""), {**user(""), "numbers": [1] * (MAX_CHAT_BYTES // BYTES_PER_VALUE)}], "messages"),
+    ([user(""), {**user(""), "texts": [""] * (MAX_CHAT_BYTES // BYTES_PER_VALUE)}], "messages"),
+    ([{**user(""), "x": {"y": ["a", "\ud800"]}}], "messages[0].x.y[1]"),
+    ([{**user(""), "x": [1.5, None, 1 << 1025]}], "messages[0].x[2]"),
     (["Hi"], "messages[0]"),
     ([{1: 2}], "messages[0]"),
     ([user("\ud800")], "messages[0].content"),
