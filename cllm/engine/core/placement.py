@@ -63,11 +63,6 @@ class Placement(Generic[LeaderT]):
     output_checkpoints: list[Slot] = field(default_factory=list)
 
     @property
-    def n_computed(self) -> int:
-        """Number of tokens whose keys and values are in the KV cache."""
-        return self.slot.n_computed if self.slot else 0
-
-    @property
     def is_loading(self) -> bool:
         """True while the prefix for the sequence is read from a file, or its media are encoded."""
         return self.awaits_media or (self.awaits is not None and self.awaits.is_loading)

@@ -140,15 +140,18 @@ class Sequence:
         """True if the reader has fallen so far behind that the sequence must wait."""
         return self.n_unread >= self._stream_buffer
 
+    # A tick asks each running sequence for the next two, and for `is_decoding`, a dozen times.
     @property
     def n_computed(self) -> int:
         """Number of tokens whose keys and values are in the KV cache."""
-        return self.placement.n_computed
+        slot = self.placement.slot
+        return slot.n_computed if slot else 0
 
     @property
     def n_pending(self) -> int:
         """Number of tokens still to be computed before the next can be sampled."""
-        return len(self.tokens) - self.n_computed
+        slot = self.placement.slot
+        return len(self.tokens) - (slot.n_computed if slot else 0)
 
     @property
     def n_alike(self) -> int:
@@ -219,12 +222,20 @@ class Sequence:
     @property
     def is_ready(self) -> bool:
         """True if a tick can compute tokens of the sequence."""
-        return self.placement.is_placed and not self.is_paused
+        return self.placement.is_placed and self.n_unread < self._stream_buffer
 
     @property
     def is_decoding(self) -> bool:
         """True if the last token is all that is pending, and a tick can compute it."""
-        return self.is_ready and self.n_pending == 1 and self.media_index is None
+        placement = self.placement
+        slot = placement.slot
+        return (
+            slot is not None
+            and len(self.tokens) - slot.n_computed == 1
+            and placement.is_placed
+            and self.n_unread < self._stream_buffer
+            and self.spans.index_at(slot.n_computed) is None
+        )
 
     def urgency(self, now: float) -> tuple[int, int, float, int]:
         """Sort key: the smallest is served first.
