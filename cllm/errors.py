@@ -207,7 +207,7 @@ def _beginning(value: object, room: list[int]) -> object:
         if room[0] <= 0:
             break
         room[0] -= 1
-        kept[key] = _beginning(item, room)
+        kept[_beginning(key, room)] = _beginning(item, room)
     if isinstance(value, dict):
         return kept
     return list(kept.values()) if isinstance(value, list) else tuple(kept.values())

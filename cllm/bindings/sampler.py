@@ -72,10 +72,10 @@ class Candidates:
         memory.p[:n] = 0.0
         self.struct: Any = _ARRAY(memory.pointer, n, -1, False)
 
-    def refill(self) -> None:
-        """Make this a single candidate again, token 0 with the logit 0, after samplers have changed it."""
+    def refill(self, token: int) -> None:
+        """Make this a single candidate again, with the logit 0, after samplers have changed it."""
         memory = self._memory
-        memory.ids[0] = memory.logits[0] = memory.p[0] = 0
+        memory.ids[0], memory.logits[0], memory.p[0] = token, 0.0, 0.0
         self.struct.size, self.struct.selected, self.struct.sorted = 1, -1, False
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class SamplerChain(NativeHandle):
             raise LlamaCallError("llama_sampler_chain_init", 0)
         super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
         self._selects: bool = False
-        # Samplers that look at accepted tokens, and at how many of the last ones; None: at all.
+        # Samplers with a memory, and how many of the last tokens each looks at; None: all.
         self._memories: list[tuple[str, Any, int | None]] = []
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized, ValuesView
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypedDict
@@ -112,9 +112,9 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
             check_text(name, given, error)
             schema = json.loads(given)
         elif isinstance(given, Mapping):
-            if _has_parts(given, MAX_SCHEMA_BYTES // 2):  # each part has two bytes or more
-                raise error(name, "larger, or inside itself", f"at most {MAX_SCHEMA_BYTES} bytes")
             schema = dict(given)
+            if _has_parts(schema, MAX_SCHEMA_BYTES // 2):  # each part has two bytes or more
+                raise error(name, "larger, or inside itself", f"at most {MAX_SCHEMA_BYTES} bytes")
         else:
             raise error(name, given, "a mapping, or one as JSON text")
         # Compact, so that it is hardly ever longer than the given text: both have the same limit.
@@ -134,16 +134,15 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
     return text
 
 
-def _has_parts(value: object, n_parts: int) -> bool:
-    """Return True if a value has more parts than this, without counting all of them."""
-    left: list[object] = [value]
+def _has_parts(value: Any, n_parts: int) -> bool:
+    """Return True if a JSON value has more parts than this, without counting all of them."""
+    left: list[Any] = [value]
     while left and n_parts >= 0:
         part = left.pop()
-        inner = part.values() if isinstance(part, Mapping) else part
-        if isinstance(inner, list | tuple | ValuesView):
-            n_parts -= len(inner)
-            if n_parts >= 0:
-                left.extend(inner)
+        inner = part.values() if type(part) is dict else part
+        n_parts -= len(inner)
+        if n_parts >= 0:
+            left += [item for item in inner if type(item) in (dict, list, tuple)]
     return n_parts < 0
 
 

@@ -30,6 +30,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "mirostat 2": {"mirostat": 2, "seed": 9},
     "adaptive": {"adaptive_target": 0.4, "seed": 10},
     "biases": {"temperature": 0.7, "seed": 11, "logit_bias": {5: 2.0, 9: float("-inf")}},
+    "bans the first": {"temperature": 0.7, "seed": 17, "logit_bias": {0: float("-inf"), 1: 1.0}},
     "ends late": {"temperature": 1.0, "seed": 12, "min_tokens": 12},
     "stop strings": {"temperature": 1.0, "seed": 13, "stop": ["a", "1", "e"]},
     "schema": {"temperature": 1.0, "seed": 14, "json_schema": SCHEMA},
@@ -39,6 +40,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 # One case for each kind of state; `make test-full` runs the others, too.
 FEW = (
     "dry",
+    "bans the first",
     "mirostat 2",
     "adaptive",
     "stop strings",

@@ -179,7 +179,25 @@ async def test_another_output_of_a_request_is_asked_for_before_it_is_submitted()
         async with stream:
             with pytest.raises(ClosedError, match="was submitted"):
                 stream.again(1, "late")
-        assert [await other.completion() for other in others]
+            (fork,) = stream.fork(1)
+            with pytest.raises(InvalidRequestError, match="continues no other"):
+                fork.again(1, "late")
+        texts = [(await other.completion()).text for other in others]
+        assert texts == [LONG[""][:5]] * 2
+        unread = engine.stream("p")
+        await unread.aclose()
+        with pytest.raises(ClosedError, match="closed"):
+            unread.again(1, "late")
+
+
+async def test_a_fork_of_a_fork_draws_numbers_of_its_own() -> None:
+    async with FakeEngine(LONG) as engine, engine.stream("p", max_tokens=60, seed=7) as stream:
+        await read(stream, 3)
+        (fork,) = stream.fork(1)
+        async with fork:
+            await read(fork, 3)
+            (second,) = fork.fork(1)
+        assert [each._call.seed for each in (fork, second)] == [8, 9]
 
 
 async def test_forks_are_counted_and_need_a_stream_that_has_begun() -> None:

@@ -109,7 +109,7 @@ def test_a_body_of_too_many_values_is_rejected_before_it_is_parsed(
     monkeypatch.setattr(body, "MAX_COMMAS", 100)
     assert body.parsed(b"[%s]" % b",".join([b"0"] * 101)) == [0] * 101
     monkeypatch.setattr(body, "from_json", lambda *_, **__: pytest.fail("it was parsed"))
-    with pytest.raises(Problem, match="more than 100 commas"):
+    with pytest.raises(Problem, match="prompt is too long: more than 100 commas"):
         body.parsed(b"[%s]" % b",".join([b"0"] * 102))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
-from cllm.checks import INT32_MAX, MAX_CHAT_BYTES, encode_text
+from cllm.checks import MAX_CHAT_BYTES, encode_text
 from cllm.engine import media_parts
 from cllm.engine.chat.media_marks import MediaMarks
 from cllm.engine.chat.readable import TEXTS, WORDS, text_of, words_of
@@ -15,6 +16,7 @@ from cllm.engine.media_parts import media_of
 from cllm.engine.media_source import NamedMedia
 from cllm.errors import InvalidRequestError, TooMuchTextError
 
+T = TypeVar("T")
 # Many templates write `<|` + role + `|>`: a role that is not in `ROLES` could forge a control token.
 RESULTS = ("tool", "function")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -23,10 +25,9 @@ MAX_TOOLS = 256
 MAX_NAME, MAX_ID = 128, 256  # characters
 MAX_DEPTH = 32
 MAX_INTEGER_BITS = 1024
-# Bytes that are counted for each value, so that the limit on text limits the number of values too: the event
-# loop copies 262,144 values at most, in 50 ms.
-BYTES_PER_VALUE = 16
-# Types of values that need neither a check nor a copy, besides ASCII texts and small numbers.
+# The event loop copies so many values in 0.1 s.
+MAX_VALUES = 1 << 18
+# Types of values that need neither a check nor a copy.
 PLAIN = (type(None), bool, float)
 # Fields that may have a message's reasoning; transformers fills the first from the others.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -52,9 +53,10 @@ def check_messages(messages: object, marks: MediaMarks | None = None) -> list[di
     sequence = _sequence("messages", messages)
     if not 1 <= len(sequence) <= MAX_MESSAGES:
         raise InvalidRequestError("messages", f"{len(sequence)} messages", f"1 to {MAX_MESSAGES}")
-    copier = Copier("messages")
+    copier, arguments = Copier("messages"), Copier("messages")
     copied = [
-        _message(f"messages[{i}]", message, copier, marks) for i, message in enumerate(sequence)
+        _message(f"messages[{i}]", message, copier, arguments, marks)
+        for i, message in enumerate(sequence)
     ]
     _check_ids(copied)
     return copied
@@ -135,14 +137,15 @@ def _check_name(field: str, name: object) -> None:
 
 
 class Copier:
-    """Copies JSON-like values to plain ones; their text may have `MAX_CHAT_BYTES` in all.
+    """Copies JSON-like values to plain ones, at most `MAX_CHAT_BYTES` of text and `MAX_VALUES` values in all.
 
-    `whole` is the field that the error of too much text names.
+    `whole` is the field that the error of too much names.
     """
 
     def __init__(self, whole: str) -> None:
         self._whole = whole
-        self._room = MAX_CHAT_BYTES
+        self._n_bytes_left = MAX_CHAT_BYTES
+        self._n_values_left = MAX_VALUES
 
     def mapping(self, field: str, value: object) -> dict[str, Any]:
         """Return a copy of a mapping; `InvalidRequestError` for another value."""
@@ -153,11 +156,6 @@ class Copier:
 
     def copy(self, field: str, value: object, depth: int = 0) -> Any:
         """Return a copy of a JSON-like value; `field` is its name in errors."""
-        self._count(BYTES_PER_VALUE)
-        return self._copy(field, value, depth)
-
-    def _copy(self, field: str, value: object, depth: int) -> Any:
-        """Return a copy of a value that is counted already."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -175,40 +173,64 @@ class Copier:
             )
         # Names of fields are made for few values: they take more time than the copies.
         if isinstance(value, Mapping):
-            self._count(BYTES_PER_VALUE * len(value))
             return {
                 self._text(field, key): item
                 if self._is_plain(item)
-                else self._copy(f"{field}.{key!s:.40}", item, depth + 1)
-                for key, item in value.items()
+                else self.copy(f"{field}.{key!s:.40}", item, depth + 1)
+                for key, item in self._taken(value.items())
             }
         if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-            self._count(BYTES_PER_VALUE * len(value))
             return [
-                item if self._is_plain(item) else self._copy(f"{field}[{i}]", item, depth + 1)
-                for i, item in enumerate(value)
+                item
+                if self._is_plain(item)
+                else self.copy(f"{field}[{i}]", item, depth + 1)
+                for i, item in enumerate(self._taken(value))
             ]
         raise InvalidRequestError(field, value, "a JSON value")
 
+    def _taken(self, items: Iterable[T]) -> list[T]:
+        """Return the items of a container, which are counted."""
+        taken = list(islice(items, self._n_values_left + 1))
+        self._n_values_left -= len(taken)
+        if self._n_values_left < 0:
+            limit = f"at most {MAX_VALUES} values"
+            raise TooMuchTextError(self._whole, f"more than {MAX_VALUES} values", limit)
+        return taken
+
     def _is_plain(self, value: object) -> bool:
-        """Return True if a value needs no check and no copy; the bytes of such a text are counted."""
-        if type(value) is str and value.isascii():
-            self._count(len(value))
+        """Return True if a value needs no check and no copy; the bytes of a text are counted."""
+        kind = type(value)
+        if kind is int:
+            return value.bit_length() <= MAX_INTEGER_BITS  # type: ignore[attr-defined]
+        if kind is str and is_valid(value):  # type: ignore[arg-type]
+            self._count(value)  # type: ignore[arg-type]
             return True
-        return type(value) in PLAIN or (type(value) is int and -INT32_MAX <= value <= INT32_MAX)
+        return kind in PLAIN
 
     def _text(self, field: str, text: object) -> str:
         if not isinstance(text, str):
             raise InvalidRequestError(field, text, "a mapping with string keys")
-        is_ascii = text.isascii()
-        self._count(len(text) if is_ascii else len(encode_text(field, text, InvalidRequestError)))
+        if not text.isascii():
+            encode_text(field, text, InvalidRequestError)
+        self._count(text)
         return str.__str__(text)  # of a subclass only the text
 
-    def _count(self, n_bytes: int) -> None:
-        self._room -= n_bytes
-        if self._room < 0:
+    def _count(self, text: str) -> None:
+        self._n_bytes_left -= len(text) if text.isascii() else len(text.encode())
+        if self._n_bytes_left < 0:
             limit = f"at most {MAX_CHAT_BYTES} bytes of text"
             raise TooMuchTextError(self._whole, f"more than {MAX_CHAT_BYTES} bytes", limit)
+
+
+def is_valid(text: str) -> bool:
+    """Return True if a text has no lone surrogate."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _sequence(field: str, value: object) -> Sequence[object]:
@@ -218,7 +240,9 @@ def _sequence(field: str, value: object) -> Sequence[object]:
     return value
 
 
-def _message(field: str, value: object, copier: Copier, marks: MediaMarks | None) -> dict[str, Any]:
+def _message(
+    field: str, value: object, copier: Copier, arguments: Copier, marks: MediaMarks | None
+) -> dict[str, Any]:
     if isinstance(value, Mapping) and value.get("role") in ROLES:
         # The content becomes text before it is counted: an image in a result may have megabytes.
         value = {**value, "content": _content(f"{field}.content", value, marks)}
@@ -229,7 +253,7 @@ def _message(field: str, value: object, copier: Copier, marks: MediaMarks | None
     for name in ("tool_call_id", *REASONING_FIELDS):
         if not isinstance(message.get(name), str | None):
             raise InvalidRequestError(f"{field}.{name}", message[name], "text")
-    _parse_arguments(f"{field}.tool_calls", message)
+    _parse_arguments(f"{field}.tool_calls", message, arguments)
     return message
 
 
@@ -287,7 +311,7 @@ def _wrong_part(field: str, part: Any) -> InvalidRequestError:
     return InvalidRequestError(f"{field}.type", kind, "text, an image or audio")
 
 
-def _parse_arguments(field: str, message: dict[str, Any]) -> None:
+def _parse_arguments(field: str, message: dict[str, Any], copier: Copier) -> None:
     """Convert the arguments of tool calls to mappings; OpenAI's clients send them as JSON text.
 
     transformers documents a mapping.  With text, a template with `tojson` would quote it again, and
@@ -325,7 +349,7 @@ def _parse_arguments(field: str, message: dict[str, Any]) -> None:
         if isinstance(arguments, dict):
             name = f"{field}[{i}].function.arguments"
             # Copied again with its checks: JSON text can have lone surrogates and deep nesting.
-            function["arguments"] = Copier(name).copy(name, arguments)
+            function["arguments"] = copier.copy(name, arguments)
 
 
 def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Sequence:
         """True if the reader has fallen so far behind that the sequence must wait."""
         return self.n_unread >= self._stream_buffer
 
-    # A tick asks each running sequence for the next two, and for `is_decoding`, a dozen times.
+    # A tick reads the next two of each running sequence, and `is_decoding`, a dozen times.
     @property
     def n_computed(self) -> int:
         """Number of tokens whose keys and values are in the KV cache."""

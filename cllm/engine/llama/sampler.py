@@ -49,6 +49,8 @@ class LlamaChain:
     ) -> None:
         self._memory = RowMemory(model.vocab.n_tokens) if memory is None else memory
         self._n_vocab = model.vocab.n_tokens
+        # A token that is not banned; a bias of every token bans none of them.
+        self._unbiased = next((t for t in range(self._n_vocab) if t not in params.logit_bias), 0)
         self._chain = chain = SamplerChain(model.vocab)
         self.close: Callable[[], None] = chain.close
         try:
@@ -132,7 +134,7 @@ class LlamaChain:
 
     def draw(self) -> None:
         """Draw the random numbers of one token, by choosing from a single candidate; the choice is dropped."""
-        self._single.refill()
+        self._single.refill(self._unbiased)
         self._chain.decide(self._single)
 
     @cached_property

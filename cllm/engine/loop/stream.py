@@ -229,10 +229,12 @@ class TokenStream:
         ClosedError
             This stream was submitted or closed.
         InvalidRequestError
-            `request_id` is not valid.
+            `request_id` is not valid, or the stream continues another one.
         """
-        if self._find_source is None:
+        if self._find_source is None or self._is_closed:
             raise ClosedError("the stream was submitted or closed")
+        if self._continues is not None:
+            raise InvalidRequestError("again", index, "asked of a stream that continues no other")
         seed = self._call.params.seed
         seed = None if seed is None else (seed + index) % (MAX_SEED + 1)
         call = replace(self._call, request_id=request_id, seed=seed)
@@ -257,8 +259,8 @@ class TokenStream:
             The stream has not been entered.
         """
         check_int("n", n, 1, MAX_FORKS, InvalidRequestError)
-        channel, seed = self._present, self._call.params.seed
-        source = self._opener
+        channel, call, source = self._present, self._call, self._opener
+        seed = call.params.seed if call.seed is None else call.seed
         continuation = self._continuation()
         made = []
         for i in range(1, n + 1):

@@ -19,6 +19,7 @@ from cllm.engine.media_source import MediaSource
 from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
     MAX_BIASES,
+    MAX_SCHEMA_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     SAMPLERS,
@@ -120,6 +121,13 @@ def _all_mixed(data: object) -> list[object]:
     if not isinstance(data, list) or not data or {int, float} & set(map(type, data)):
         return [_mixed(data)]
     return [_mixed(one) for one in data]
+
+
+def _check_schema(data: object) -> object:
+    """Raise `Problem` for too many keys, before pydantic copies each of them."""
+    if isinstance(data, Mapping) and len(data) > MAX_SCHEMA_BYTES // 2:
+        raise invalid("json_schema", f"must be at most {MAX_SCHEMA_BYTES} bytes")
+    return data
 
 
 def _check_stop_tokens(data: object) -> object:
@@ -243,7 +251,7 @@ _TYPES: dict[str, Any] = {
     "speculation": Flag,
     "grammar": Text,
     "lark": Text,
-    "json_schema": dict[str, Any] | Text,
+    "json_schema": Annotated[dict[str, Any] | Text, BeforeValidator(_check_schema)],
     "regex": Text,
 }
 _LIMITS: dict[str, dict[str, Any]] = {

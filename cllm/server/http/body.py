@@ -16,12 +16,12 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from cllm.server.http.problems import Problem
+from cllm.server.http.problems import Problem, overflow
 
 MAX_CONTAINERS = 1 << 14  # arrays and objects of one body
 TENANT_HEADER = "x-tenant"
 MAX_BRACKETS = 1 << 18  # opening brackets of one body, in its strings too
-# Commas of one body: of its values, and of its texts, which have no more tokens than a context then.
+# Commas of one body, between its values and in its texts.
 MAX_COMMAS = 1 << 21
 
 
@@ -71,7 +71,7 @@ def parsed(body: bytes | bytearray) -> Any:
 def _check_size(body: bytes | bytearray) -> None:
     """Reject bodies that would take long to parse on the event loop."""
     if body.count(b",") > MAX_COMMAS:
-        raise Problem(400, f"the body has more than {MAX_COMMAS} commas")
+        raise overflow(f"the prompt is too long: more than {MAX_COMMAS} commas", None)
     n_containers = _n_containers(body)
     if MAX_CONTAINERS < n_containers <= MAX_BRACKETS:
         # Brackets in strings do not count: every second part between quotation marks is no string.

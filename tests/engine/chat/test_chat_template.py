@@ -18,8 +18,8 @@ from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate
 from cllm.engine.chat.control_tokens import Piece
 from cllm.engine.chat.message_checks import (
-    BYTES_PER_VALUE,
     MAX_MESSAGES,
+    MAX_VALUES,
     check_messages,
     check_tools,
 )
@@ -345,16 +345,19 @@ def test_empty_tool_calls_and_tools_are_none() -> None:
 DEEP: Any = []
 for _ in range(40):
     DEEP = [DEEP]
+MANY = '"a": [' + "0," * (MAX_VALUES // 3) + "0]"  # values of arguments, which are text until they are read
 BAD_MESSAGES: list[tuple[object, str]] = [
     (None, "messages"),
     ("Hi", "messages"),
     ([], "messages"),
     ([user("")] * (MAX_MESSAGES + 1), "messages"),
     ([user("x" * MAX_CHAT_BYTES)], "messages"),
-    ([user(""), {**user(""), "numbers": [1] * (MAX_CHAT_BYTES // BYTES_PER_VALUE)}], "messages"),
-    ([user(""), {**user(""), "texts": [""] * (MAX_CHAT_BYTES // BYTES_PER_VALUE)}], "messages"),
+    ([user(""), {**user(""), "numbers": [1] * (MAX_VALUES + 1)}], "messages"),
+    ([user(""), {**user(""), "texts": [""] * (MAX_VALUES + 1)}], "messages"),
     ([{**user(""), "x": {"y": ["a", "\ud800"]}}], "messages[0].x.y[1]"),
     ([{**user(""), "x": [1.5, None, 1 << 1025]}], "messages[0].x[2]"),
+    ([{**user(""), "x": range(10**30)}], "messages"),
+    ([assistant(None, tool_calls=[called("f", f"{{{MANY}}}")] * 3)], "messages"),
     (["Hi"], "messages[0]"),
     ([{1: 2}], "messages[0]"),
     ([user("\ud800")], "messages[0].content"),
