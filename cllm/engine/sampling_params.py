@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from cllm.checks import INT32_MAX, ErrorType, check_float, check_int, encode_text
 from cllm.errors import InvalidArgumentError, InvalidRequestError

@@ -16,7 +16,7 @@ import pytest
 from cllm import InvalidRequestError
 from cllm.server import ServerConfig, create_app
 from cllm.server.http import fetching
-from cllm.server.http.fetching import ImageFetcher
+from cllm.server.http.fetching import Answer, ImageFetcher
 from cllm.server.http.problems import Problem
 from cllm.server.http.public_network import PublicNetwork, is_public
 from cllm.testing import FakeEngine
@@ -132,11 +132,15 @@ async def test_an_image_of_an_allowed_host_is_fetched_also_over_redirects() -> N
 
 async def test_the_network_is_opened_once_and_not_in_the_thread_of_the_event_loop() -> None:
     """Its import and its certificates take a tenth of a second."""
-    wire, threads = Wire(*[answer("200 OK", png())] * 2), list[threading.Thread]()
+    threads: list[threading.Thread] = []
 
-    def open_network() -> PublicNetwork:
+    class Images:
+        async def get(self, url: str, n_bytes_max: int) -> Answer:
+            return Answer(200, "", png())
+
+    def open_network() -> Images:
         threads.append(threading.current_thread())
-        return PublicNetwork(resolve, wire)
+        return Images()
 
     images = ImageFetcher(("images.example.com",), open_network)
     async with anyio.create_task_group() as tasks:

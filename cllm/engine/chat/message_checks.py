@@ -181,9 +181,7 @@ class Copier:
             }
         if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
             return [
-                item
-                if self._is_plain(item)
-                else self.copy(f"{field}[{i}]", item, depth + 1)
+                item if self._is_plain(item) else self.copy(f"{field}[{i}]", item, depth + 1)
                 for i, item in enumerate(self._taken(value))
             ]
         raise InvalidRequestError(field, value, "a JSON value")
@@ -199,13 +197,12 @@ class Copier:
 
     def _is_plain(self, value: object) -> bool:
         """Return True if a value needs no check and no copy; the bytes of a text are counted."""
-        kind = type(value)
-        if kind is int:
-            return value.bit_length() <= MAX_INTEGER_BITS  # type: ignore[attr-defined]
-        if kind is str and is_valid(value):  # type: ignore[arg-type]
-            self._count(value)  # type: ignore[arg-type]
+        if type(value) is int:
+            return value.bit_length() <= MAX_INTEGER_BITS
+        if type(value) is str and is_valid(value):
+            self._count(value)
             return True
-        return kind in PLAIN
+        return type(value) in PLAIN
 
     def _text(self, field: str, text: object) -> str:
         if not isinstance(text, str):

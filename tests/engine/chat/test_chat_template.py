@@ -345,7 +345,9 @@ def test_empty_tool_calls_and_tools_are_none() -> None:
 DEEP: Any = []
 for _ in range(40):
     DEEP = [DEEP]
-MANY = '"a": [' + "0," * (MAX_VALUES // 3) + "0]"  # values of arguments, which are text until they are read
+MANY = (
+    '"a": [' + "0," * (MAX_VALUES // 3) + "0]"
+)  # values of arguments, which are text until they are read
 BAD_MESSAGES: list[tuple[object, str]] = [
     (None, "messages"),
     ("Hi", "messages"),
