@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; who is told to end while it is imported ends as it would later."""
+    """Run the command line.  A signal to end during its import ends the process as a later one does."""
     if sys.argv[1:2] == [
         "serve"
     ]:  # from here on nothing runs that could be lost, until it hears signals itself

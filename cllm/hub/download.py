@@ -339,7 +339,7 @@ def _reason(error: Exception) -> str:
         case errors.OfflineModeIsEnabled():
             return "HF_HUB_OFFLINE is set, and it is not here"
         case errors.GatedRepoError():
-            return "who wants it has to accept its terms on its page, and to set HF_TOKEN"
+            return "accept its terms on its page, and set HF_TOKEN"
         case errors.RepositoryNotFoundError():
             return "there is no such repository, or it is private and HF_TOKEN does not open it"
         case errors.HfHubHTTPError() if error.response.status_code in (401, 403):

@@ -199,7 +199,7 @@ class Copier:
         """Return True if a value needs no check and no copy; the bytes of a text are counted."""
         if type(value) is int:
             return value.bit_length() <= MAX_INTEGER_BITS
-        if type(value) is str and is_valid(value):
+        if type(value) is str and has_no_surrogate(value):
             self._count(value)
             return True
         return type(value) in PLAIN
@@ -219,8 +219,8 @@ class Copier:
             raise TooMuchTextError(self._whole, f"more than {MAX_CHAT_BYTES} bytes", limit)
 
 
-def is_valid(text: str) -> bool:
-    """Return True if a text has no lone surrogate."""
+def has_no_surrogate(text: str) -> bool:
+    """Return True if a text can be encoded: it has no lone surrogate."""
     if text.isascii():
         return True
     try:
