@@ -192,22 +192,27 @@ class EncodeCancelledError(CllmError):
     """An encode was cancelled by its caller."""
 
 
-def _beginning(value: object, room: list[int]) -> object:
+def _beginning(value: object, room: list[int], around: tuple[int, ...] = ()) -> object:
     """Return as much of a value as a message shows: the `repr` of a large one takes a second.
 
-    `room` is the number of items that are left.
+    `room` is the number of items that are left; -1 if a value is inside itself.  `around` has the ids of the
+    containers around the value.
     """
     if type(value) in (str, bytes):
         return value[:N_SHOWN]  # type: ignore[index]
     if type(value) not in (list, tuple, dict):
         return value
+    if id(value) in around:
+        room[0] = -1
+        return value
+    around = (*around, id(value))
     pairs = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
     kept = {}
     for key, item in pairs:
         if room[0] <= 0:
             break
         room[0] -= 1
-        kept[_beginning(key, room)] = _beginning(item, room)
+        kept[_beginning(key, room)] = _beginning(item, room, around)
     if isinstance(value, dict):
         return kept
     return list(kept.values()) if isinstance(value, list) else tuple(kept.values())
@@ -226,7 +231,9 @@ class _FieldError(CllmError, ValueError):
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         try:
-            shown = repr(_beginning(value, [N_SHOWN]))
+            room = [N_SHOWN]
+            part = _beginning(value, room)
+            shown = repr(part if room[0] >= 0 else value)
         except (RecursionError, ValueError):  # too deep, too many digits
             shown = f"a {type(value).__name__}"
         if len(shown) > N_SHOWN:

@@ -114,7 +114,7 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
         elif isinstance(given, Mapping):
             schema = dict(given)
             if _has_parts(schema, MAX_SCHEMA_BYTES // 2):  # each part has two bytes or more
-                raise error(name, "larger, or inside itself", f"at most {MAX_SCHEMA_BYTES} bytes")
+                raise error(name, "larger", f"at most {MAX_SCHEMA_BYTES} bytes")
         else:
             raise error(name, given, "a mapping, or one as JSON text")
         # Compact, so that it is hardly ever longer than the given text: both have the same limit.
@@ -135,10 +135,16 @@ def _schema(name: str, given: object, error: ErrorType) -> str:
 
 
 def _has_parts(value: Any, n_parts: int) -> bool:
-    """Return True if a JSON value has more parts than this, without counting all of them."""
-    left: list[Any] = [value]
+    """Return True if a JSON value has more parts than this, without counting all of them.
+
+    False if a container occurs twice: it may be inside itself, which `json.dumps` finds.
+    """
+    left, seen = [value], set[int]()
     while left and n_parts >= 0:
         part = left.pop()
+        if id(part) in seen:
+            return False
+        seen.add(id(part))
         inner = part.values() if type(part) is dict else part
         n_parts -= len(inner)
         if n_parts >= 0:

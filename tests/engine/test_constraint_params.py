@@ -65,6 +65,14 @@ def test_a_message_reads_only_as_much_of_a_rejected_value_as_it_shows(value: obj
     assert Shown.n_shown <= 80
 
 
+def test_a_message_shows_a_value_that_contains_itself() -> None:
+    inside: list[object] = [0]
+    inside.append(inside)
+    assert (
+        str(InvalidRequestError("field", inside, "small")) == "field is [0, [...]], must be small"
+    )
+
+
 def nested(depth: int) -> dict[str, Any]:
     """A schema of so many levels, the number at the bottom included."""
     schema: Any = 1
@@ -174,7 +182,7 @@ def test_a_schema_without_end_is_refused() -> None:
     around["a"][0]["b"].append(around)
     for schema in (direct, around):
         error = refused(json_schema=schema)
-        assert "json_schema is 'larger, or inside itself', must be at most 262144" in str(error)
+        assert (error.field, error.limit) == ("json_schema", "JSON (Circular reference detected)")
 
 
 def test_a_schema_has_at_most_64_levels() -> None:
