@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.side_by_side.embedding import TextSizes
 from benchmarks.side_by_side.http_loop import LoopSizes
@@ -80,15 +79,8 @@ def measure(work: Work) -> float:
 def _decode(model: Model, work: Work, rounds: list[list[int]]) -> Iterator[None]:
     setup, batch = work.setup, Batch(work.setup.n_batch)
     tokens = [ANY_TOKEN] * max(map(max, rounds))
-    with Context(
-        model,
-        n_ctx=setup.n_ctx,
-        n_batch=setup.n_batch,
-        n_ubatch=setup.n_ubatch,
-        n_seq_max=setup.n_seq_max,
-        n_threads=setup.n_threads,
-        n_threads_batch=setup.n_threads,
-    ) as context:
+    options = {**setup.context_options, "model": model, "n_threads_batch": setup.n_threads}
+    with Context(**options) as context:
         for lengths in rounds:
             for group in batches(lengths, setup.n_batch):
                 batch.clear()
@@ -159,6 +151,5 @@ def in_a_process(setup: Setup, sizes: Sizes) -> dict[str, float]:
 
 if __name__ == "__main__":
     values = json.load(sys.stdin)
-    values["setup"]["model"] = Path(values["setup"]["model"])
-    values["setup"] = Setup(**values["setup"])
+    values["setup"] = Setup.of_plain(values["setup"])
     print(measure(Work(**values)))

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import anyio
 
@@ -128,6 +127,5 @@ def in_a_process(call: Decoding) -> DecodingRate:
 
 if __name__ == "__main__":
     values = json.loads(sys.argv[1])
-    values["setup"]["model"] = Path(values["setup"]["model"])
-    values["setup"] = Setup(**values["setup"])
+    values["setup"] = Setup.of_plain(values["setup"])
     print(json.dumps(dataclasses.asdict(anyio.run(measure, Decoding(**values)))))

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -177,8 +176,7 @@ def embedded(setup: Setup, sizes: NeighbourSizes) -> Mapping[str, float]:
 
 def _main(given: str) -> None:
     setup, sizes = json.loads(given)
-    options: dict[str, Any] = setup | {"model": Path(setup["model"])}
-    metrics = anyio.run(measure_embedded, Setup(**options), NeighbourSizes(**sizes))
+    metrics = anyio.run(measure_embedded, Setup.of_plain(setup), NeighbourSizes(**sizes))
     print(json.dumps(metrics))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,11 @@ class Setup:
     n_batch: int = 512
     n_ubatch: int = 512
     embeds: bool = False  # True: the servers compute embeddings
+
+    @classmethod
+    def of_plain(cls, values: Mapping[str, Any]) -> Setup:
+        """Return the settings that another process has written as JSON."""
+        return cls(**{**values, "model": Path(values["model"])})
 
     @property
     def context_options(self) -> dict[str, Any]:

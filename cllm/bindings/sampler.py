@@ -72,10 +72,9 @@ class Candidates:
         memory.p[:n] = 0.0
         self.struct: Any = _ARRAY(memory.pointer, n, -1, False)
 
-    def refill(self, token: int) -> None:
-        """Make this a single candidate again, with the logit 0, after samplers have changed it."""
-        memory = self._memory
-        memory.ids[0], memory.logits[0], memory.p[0] = token, 0.0, 0.0
+    def refill(self) -> None:
+        """Give a single candidate the logit 0 again, after samplers have changed it."""
+        self._memory.logits[0] = self._memory.p[0] = 0.0
         self.struct.size, self.struct.selected, self.struct.sorted = 1, -1, False
 
     def __len__(self) -> int:

@@ -199,35 +199,27 @@ class Copier:
         """Return True if a value needs no check and no copy; the bytes of a text are counted."""
         if type(value) is int:
             return value.bit_length() <= MAX_INTEGER_BITS
-        if type(value) is str and has_no_surrogate(value):
-            self._count(value)
+        if type(value) is str:
+            try:
+                n_bytes = len(value) if value.isascii() else len(value.encode())
+            except UnicodeEncodeError:  # `_text` names its field
+                return False
+            self._count(n_bytes)
             return True
         return type(value) in PLAIN
 
     def _text(self, field: str, text: object) -> str:
         if not isinstance(text, str):
             raise InvalidRequestError(field, text, "a mapping with string keys")
-        if not text.isascii():
-            encode_text(field, text, InvalidRequestError)
-        self._count(text)
+        is_ascii = text.isascii()
+        self._count(len(text) if is_ascii else len(encode_text(field, text, InvalidRequestError)))
         return str.__str__(text)  # of a subclass only the text
 
-    def _count(self, text: str) -> None:
-        self._n_bytes_left -= len(text) if text.isascii() else len(text.encode())
+    def _count(self, n_bytes: int) -> None:
+        self._n_bytes_left -= n_bytes
         if self._n_bytes_left < 0:
             limit = f"at most {MAX_CHAT_BYTES} bytes of text"
             raise TooMuchTextError(self._whole, f"more than {MAX_CHAT_BYTES} bytes", limit)
-
-
-def has_no_surrogate(text: str) -> bool:
-    """Return True if a text can be encoded: it has no lone surrogate."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _sequence(field: str, value: object) -> Sequence[object]:

@@ -49,8 +49,7 @@ class LlamaChain:
     ) -> None:
         self._memory = RowMemory(model.vocab.n_tokens) if memory is None else memory
         self._n_vocab = model.vocab.n_tokens
-        # A token that is not banned; a bias of every token bans none of them.
-        self._unbiased = next((t for t in range(self._n_vocab) if t not in params.logit_bias), 0)
+        self._biases = params.logit_bias
         self._chain = chain = SamplerChain(model.vocab)
         self.close: Callable[[], None] = chain.close
         try:
@@ -134,13 +133,15 @@ class LlamaChain:
 
     def draw(self) -> None:
         """Draw the random numbers of one token, by choosing from a single candidate; the choice is dropped."""
-        self._single.refill(self._unbiased)
+        self._single.refill()
         self._chain.decide(self._single)
 
     @cached_property
     def _single(self) -> Candidates:
-        """One candidate, for all draws of a long output that is recalled."""
-        return Candidates(np.zeros(1, np.int32), np.zeros(1, np.float32))
+        """One candidate that no bias bans, for all draws of a long output that is recalled."""
+        # Not all tokens can be banned.
+        token = next((token for token in range(self._n_vocab) if token not in self._biases), 0)
+        return Candidates(np.array([token], np.int32), np.zeros(1, np.float32))
 
     def _decide(self, candidates: Candidates, largest: float) -> int:
         # `apply` raises the error if no logit is finite, as when all others are banned.  `decide` skips
