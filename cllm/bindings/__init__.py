@@ -17,7 +17,7 @@ from cllm.bindings.model import Model
 from cllm.bindings.mtp_context import MtpContext, MtpRows
 from cllm.bindings.projector import MediaChunk, Projector
 from cllm.bindings.quantization import quantize
-from cllm.bindings.sampler import CandidateMemory, Candidates, SamplerChain
+from cllm.bindings.sampler import CandidateMemory, Candidates, DrySampler, SamplerChain
 from cllm.bindings.vocabulary import Vocabulary
 
 __all__ = (
@@ -26,6 +26,7 @@ __all__ = (
     "Candidates",
     "Context",
     "Device",
+    "DrySampler",
     "EmbeddingBatch",
     "EmbeddingContext",
     "Logits",

@@ -439,6 +439,7 @@ const char * llama_sampler_name(const struct llama_sampler * smpl);
 void llama_sampler_accept(struct llama_sampler * smpl, llama_token token);
 void llama_sampler_apply(struct llama_sampler * smpl, struct llama_token_data_array * cur_p);
 void llama_sampler_reset(struct llama_sampler * smpl);
+struct llama_sampler * llama_sampler_clone(const struct llama_sampler * smpl);
 void llama_sampler_free(struct llama_sampler * smpl);
 struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);
 void llama_sampler_chain_add(struct llama_sampler * chain, struct llama_sampler * smpl);
@@ -492,7 +493,7 @@ RELEASES_GIL = frozenset({
     "llama_state_seq_get_size_ext", "llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext",
     "llama_model_quantize", "llama_encode", "llama_decode", "llama_process", "llama_synchronize", "llama_tokenize",
     "llama_detokenize", "llama_sampler_sample",
-    "llama_sampler_init_dry",
+    "llama_sampler_init_dry", "llama_sampler_clone",
 })  # fmt: skip
 
 

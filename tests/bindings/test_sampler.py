@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.bindings import Batch, Candidates, Context, Model, SamplerChain, Vocabulary
+from cllm.bindings import (
+    Batch,
+    Candidates,
+    Context,
+    DrySampler,
+    Model,
+    SamplerChain,
+    Vocabulary,
+)
 
 Build = Callable[[SamplerChain], SamplerChain]
 N_VOCAB = 260
@@ -31,8 +39,17 @@ SAMPLERS: dict[str, tuple[str, Build]] = {
     "add_top_n_sigma": ("top-n-sigma", lambda c: c.add_top_n_sigma(1.0)),
     "add_penalties": ("penalties", lambda c: c.add_penalties(64, 1.1, 0.1, 0.1)),
     "add_dry": ("dry", lambda c: c.add_dry(0.8, 1.75, 2, 64)),
+    "add_copy": ("dry", lambda c: add_copy(c)),
     "add_logit_bias": ("logit-bias", lambda c: c.add_logit_bias({97: 1.0, 98: -np.inf})),
 }
+
+
+def add_copy(chain: SamplerChain) -> SamplerChain:
+    """The copy outlives what it is copied from."""
+    with DrySampler(chain._vocab, 0.8, 1.75, 2, 64) as dry:
+        return chain.add_copy(dry)
+
+
 SELECTING = {"add_greedy", "add_dist", "add_mirostat", "add_mirostat_v2", "add_adaptive_p"}
 
 

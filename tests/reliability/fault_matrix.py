@@ -127,6 +127,7 @@ REQUEST: Mapping[str, Sequence[Outcome]] = {
     "llama_sampler_chain_init": (replace(returns(None), cause=LlamaCallError), *ERRORS),
     "llama_sampler_chain_add": (*ERRORS, raises(RuntimeError, after=True)),
     **{f"llama_sampler_init_{name}": (returns(None), *ERRORS) for name in SAMPLERS},
+    "llama_sampler_clone": (returns(None), *ERRORS),
     "llama_tokenize": ERRORS,
     "llama_token_to_piece": ERRORS,
     "llama_vocab_is_eog": ERRORS,

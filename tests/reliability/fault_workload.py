@@ -18,9 +18,11 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, TokenStream
+from cllm.bindings import DrySampler
 from cllm.engine.core import saved_states
 from cllm.engine.core.commands import CancelRequest, Command
 from cllm.engine.core.row_cost import RowCost
+from cllm.engine.llama.sampler import DrySamplers
 from cllm.engine.thread import inference_thread
 from cllm.errors import CllmError, EngineFailedError, GenerationError
 from tests.conftest import QUIET, our_threads, put_at_once
@@ -123,7 +125,9 @@ class Bench:
         Native objects that an idle engine keeps open, by the function that makes them.
     """
 
-    serving = Counter({"llama_model_load_from_file": 1, "llama_init_from_model": 1})
+    serving = Counter(
+        {"llama_model_load_from_file": 1, "llama_init_from_model": 1, "llama_sampler_init_dry": 1}
+    )
 
     def __init__(self, share: float | None = None) -> None:
         self.share = share
@@ -380,9 +384,19 @@ def always_the_same() -> Iterator[None]:
         patch.setattr(inference_thread, "AUDIT_EVERY_TICK", False)
         patch.setattr(inference_thread, "IDLE_AUDIT_S", float("inf"))
         patch.setattr(saved_states.SavedStates, "is_worth", lambda *_: True)
+        patch.setattr(DrySamplers, "get", _made_again)
         for name in ("seconds", "measured"):  # fixed costs, whatever else this machine computes
             patch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
         yield
+
+
+_kept = DrySamplers.get
+
+
+def _made_again(samplers: DrySamplers, values: Any) -> DrySampler:
+    with suppress(Exception):
+        samplers.close()
+    return _kept(samplers, values)
 
 
 @contextmanager

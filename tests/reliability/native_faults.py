@@ -28,7 +28,10 @@ from cllm.errors import InvalidArgumentError
 
 INJECTED = "injected"
 # Functions that make objects which have to be freed, and the functions that free them.
-MAKES = ("llama_model_load_from_file", "llama_init_from_model", "llama_sampler_chain_init")
+MAKES = (
+    "llama_model_load_from_file", "llama_init_from_model", "llama_sampler_chain_init",
+    "llama_sampler_init_dry",
+)  # fmt: skip
 FREES = ("llama_model_free", "llama_free", "llama_sampler_free")
 SAMPLER = h.DECLARATIONS.prototypes["llama_sampler_chain_init"].restype
 

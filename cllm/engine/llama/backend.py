@@ -175,6 +175,7 @@ class LlamaBackend:
         if encoder is not None and not generates:
             encoder.open()  # this engine computes texts only
         make_sampler = SamplerFactory(model, kv_cache.n_ctx_seq)
+        owned.callback(make_sampler.close)
         model_info = replace(
             _model_info(model, kv_cache, config, template, self._files),
             generates=generates,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -11,7 +12,14 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.bindings import CandidateMemory, Candidates, Model, SamplerChain
+from cllm.bindings import (
+    CandidateMemory,
+    Candidates,
+    DrySampler,
+    Model,
+    SamplerChain,
+    Vocabulary,
+)
 from cllm.checks import MAX_SEED
 from cllm.engine.constraint import TokenConstraint
 from cllm.engine.request import GenerationRequest
@@ -35,6 +43,8 @@ class LlamaChain:
         Number of tokens that `repeat_last_n` and `dry_penalty_last_n` stand for if they are -1.
     memory : RowMemory, optional
         Memory for the candidates of a whole row; all chains of a thread share it.
+    drys : DrySamplers, optional
+        Samplers that are copied for DRY; without them, the chain reads the sequence breakers itself.
     """
 
     def __init__(
@@ -46,7 +56,9 @@ class LlamaChain:
         prompt: Sequence[int],
         n_ctx: int,
         memory: RowMemory | None = None,
+        drys: DrySamplers | None = None,
     ) -> None:
+        self._drys = drys
         self._memory = RowMemory(model.vocab.n_tokens) if memory is None else memory
         self._n_vocab = model.vocab.n_tokens
         self._biases = params.logit_bias
@@ -90,13 +102,11 @@ class LlamaChain:
                     params.presence_penalty,
                 )
             case "dry":
-                chain.add_dry(
-                    params.dry_multiplier,
-                    params.dry_base,
-                    params.dry_allowed_length,
-                    window(params.dry_penalty_last_n, n_ctx),
-                    params.dry_sequence_breakers,
-                )
+                values = _dry_values(params, n_ctx)
+                if self._drys is None:
+                    chain.add_dry(*values)
+                else:
+                    chain.add_copy(self._drys.get(values))
             case "top_n_sigma":
                 chain.add_top_n_sigma(params.top_n_sigma)
             case "top_k":
@@ -180,8 +190,44 @@ class RowMemory:
         return Candidates(ids, logits, self.of_all)
 
 
+_DryValues = tuple[float, float, int, int, tuple[str, ...]]
+N_DRYS = 4  # of 64 breakers of one letter, one has 30 MB
+
+
+def _dry_values(params: SamplingParams, n_ctx: int) -> _DryValues:
+    return (
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        window(params.dry_penalty_last_n, n_ctx),
+        tuple(params.dry_sequence_breakers),
+    )
+
+
+class DrySamplers:
+    """The DRY samplers that were used last, to be copied: to make one takes as long as many ticks."""
+
+    def __init__(self, vocab: Vocabulary) -> None:
+        self._vocab = vocab
+        self._used: OrderedDict[_DryValues, DrySampler] = OrderedDict()
+
+    def get(self, values: _DryValues) -> DrySampler:
+        """Return the sampler with the values of `DrySampler`'s parameters; valid until the next call."""
+        if values not in self._used:
+            self._used[values] = DrySampler(self._vocab, *values)
+            if len(self._used) > N_DRYS:
+                self._used.popitem(last=False)[1].close()
+        self._used.move_to_end(values)
+        return self._used[values]
+
+    def close(self) -> None:
+        """Free all samplers."""
+        while self._used:
+            self._used.popitem()[1].close()
+
+
 class SamplerFactory:
-    """Makes the sampler of each request.
+    """Makes the sampler of each request.  `close` frees what these share.
 
     Parameters
     ----------
@@ -193,6 +239,8 @@ class SamplerFactory:
         self._model = model
         self._n_ctx = n_ctx
         self._memory = RowMemory(model.vocab.n_tokens)
+        self._drys = DrySamplers(model.vocab)
+        self.close: Callable[[], None] = self._drys.close
         self._ends = model.vocab.ends
         self._thinking = ThinkingFamily(model.vocab.n_tokens, model.vocab.is_eog)
 
@@ -223,6 +271,7 @@ class SamplerFactory:
                 prompt=prompt,
                 n_ctx=self._n_ctx,
                 memory=self._memory,
+                drys=self._drys,
             )
             unfinished.callback(chain.close)
             sampler = RowSampler(
