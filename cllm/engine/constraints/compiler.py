@@ -90,9 +90,11 @@ class ConstraintCompiler:
 
         try:
             # Raises without llguidance, before a process is started.
-            await self._worker.run(prepare)
+            guidance = await self._worker.run(prepare)
+            # Built while the process of the trial starts: each takes a second with 150,000 tokens.
+            self._worker.prepare(lambda: guidance.tokenizer)
             await self._try(field, text)
-            return await self._worker.run(lambda: prepare().compile(field, text))
+            return await self._worker.run(lambda: guidance.compile(field, text))
         except (NotAvailableError, RuntimeError) as error:  # or a panic in llguidance
             raise InvalidRequestError(
                 field, text, f"a constraint that this installation can enforce: {error}"

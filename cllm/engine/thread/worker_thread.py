@@ -87,6 +87,10 @@ class WorkerThread:
         finally:
             reply.is_wanted = False  # if the caller was cancelled, the call need not begin
 
+    def prepare(self, call: Callable[[], object]) -> None:
+        """Run `call` on the thread; its result and its error are dropped, because a later call repeats it."""
+        self._queue.put((call, PendingCall()))
+
     def end(self) -> None:
         """End the thread after the calls that are queued, and wait for it.  Any other thread."""
         self._is_ending = True

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import AsyncIterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import jsonschema
 import pytest
 
 from cllm import Engine, FinishReason, GenerationError, InvalidRequestError
+from cllm.engine.constraints.llguidance import Guidance
+from cllm.engine.constraints.trial import ConstraintTrial
 from tests.conftest import QUIET, on_either_loop
 
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
@@ -261,6 +265,32 @@ async def test_an_output_ends_where_its_constraint_leaves_nothing_else(engine: E
         completion = await engine.generate("1+1=", regex="[0-9]{3}", max_tokens=90, **options)
         assert completion.finish_reason is FinishReason.STOP
         assert re.fullmatch("[0-9]{3}", completion.text)
+
+
+@pytest.mark.same_process("the tokenizer of this process is replaced")
+async def test_the_first_constraint_is_tried_while_its_tokenizer_is_built(
+    random_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a second with 150,000 tokens."""
+    has_begun, has_waited = threading.Event(), list[bool]()
+    build = cast(Any, Guidance.tokenizer).func
+    run = ConstraintTrial.run
+
+    def built_late(guidance: Guidance) -> Any:
+        has_waited.append(has_begun.wait(30))
+        return build(guidance)
+
+    async def tried(trial: ConstraintTrial, field: str, text: str) -> None:
+        has_begun.set()
+        await run(trial, field, text)
+
+    late = cached_property(built_late)
+    late.__set_name__(Guidance, "tokenizer")
+    monkeypatch.setattr(Guidance, "tokenizer", late)
+    monkeypatch.setattr(ConstraintTrial, "run", tried)
+    completion = await random_engine.generate("a", regex="[0-9]{3}", max_tokens=8)
+    assert completion.text.isdigit()
+    assert has_waited == [True]
 
 
 @pytest.mark.parametrize(
