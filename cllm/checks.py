@@ -72,6 +72,11 @@ def check_float(
     return float(value)
 
 
+def check_timeout(value: object, error: ErrorType) -> float | None:
+    """Return a `timeout` in seconds as a `float`; None, which is no limit, stays None."""
+    return None if value is None else check_float("timeout", value, 0.0, 1e9, error)
+
+
 def check_bool(field: str, value: object, error: ErrorType = InvalidArgumentError) -> bool:
     """Return `value` if it is True or False; otherwise raise `error`."""
     if not isinstance(value, bool):

@@ -38,9 +38,10 @@ finish reason, not with an error.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from cllm.engine.output import Completion
@@ -83,7 +84,13 @@ __all__ = (
 
 
 class CllmError(Exception):
-    """Base of the exceptions that cllm defines."""
+    """Base of the exceptions that cllm defines.  All can be copied and pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The constructors of subclasses take other arguments than the message.
+        reduced: tuple[Any, ...] = super().__reduce__()  # type: ignore[assignment]
+        _, arguments, *state = reduced
+        return _again, (type(self), arguments), *state
 
 
 class LibraryError(CllmError):
@@ -219,7 +226,7 @@ def _beginning(value: object, room: list[int], around: tuple[int, ...] = ()) -> 
 
 
 class _FieldError(CllmError, ValueError):
-    """A value out of its limits.
+    """A value out of its limits.  If the value cannot be pickled, its text is pickled instead.
 
     Attributes
     ----------
@@ -242,6 +249,14 @@ class _FieldError(CllmError, ValueError):
         self.field = field
         self.value = value
         self.limit = limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make, arguments, attributes = super().__reduce__()
+        try:
+            pickle.dumps(self.value)
+        except Exception:  # a generator, a lock
+            attributes = {**attributes, "value": f"a {type(self.value).__name__}"}
+        return make, arguments, attributes
 
 
 class InvalidArgumentError(_FieldError):
@@ -402,7 +417,12 @@ def extra(name: str) -> Iterator[None]:
 
 def as_told(kind: type[E], text: str, **attributes: object) -> E:
     """Return an error of another process or server from its text; constructors take other arguments."""
-    error = kind.__new__(kind, text)
-    error.args = (text,)
+    error = _again(kind, (text,))
     vars(error).update(attributes)
+    return error
+
+
+def _again(kind: type[E], arguments: tuple[Any, ...]) -> E:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
     return error

@@ -12,12 +12,14 @@ each field in an entry of its own.  From these come:
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Flag, auto
+from types import MappingProxyType
 from typing import Any, Final
 
 from cllm.checks import ErrorType, check_bool, check_float, check_int
@@ -29,7 +31,15 @@ KEY: Final = "setting"
 ENTRY = re.compile(r"^([\w, ]+?) :[^\n]*\n((?:    [^\n]*\n?)+)", re.MULTILINE)
 END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"`0-9])")
 
+# Settings, statistics and requests contain read-only mappings; Python itself cannot pickle or copy these.
+copyreg.pickle(MappingProxyType, lambda mapping: (read_only, (dict(mapping),)))
+
 _SETTINGS: dict[type[Any], dict[str, Setting]] = {}
+
+
+def read_only(values: Mapping[Any, Any]) -> MappingProxyType[Any, Any]:
+    """Return a view of `values` that cannot be changed."""
+    return MappingProxyType(values)
 
 
 class Affects(Flag):

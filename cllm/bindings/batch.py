@@ -111,9 +111,9 @@ class Batch:
         start, end = self.n_rows, self.n_rows + n_tokens
         if not 1 <= n_tokens <= self.n_rows_max - start:
             raise InvalidArgumentError("rows", n_tokens, f"1 to {self.n_rows_max - start}")
-        check_int("seq_id", seq_id, 0, h.LLAMA_MAX_SEQ - 1)
-        check_int("p0", p0, 0, INT32_MAX - n_tokens)
-        check_int("n_outputs", n_outputs, 0, n_tokens)
+        seq_id = check_int("seq_id", seq_id, 0, h.LLAMA_MAX_SEQ - 1)
+        p0 = check_int("p0", p0, 0, INT32_MAX - n_tokens)
+        n_outputs = check_int("n_outputs", n_outputs, 0, n_tokens)
         last = self._ends.get(seq_id)
         if last is not None and p0 != last:
             raise PositionError(seq_id, last - 1, p0)

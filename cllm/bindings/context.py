@@ -176,11 +176,11 @@ class Context(Memory, LoraContext):
         if not model.has_decoder or model.has_encoder or model.is_diffusion:
             raise NotGenerativeError("the model is not a causal decoder: it cannot generate text")
         params = lib.llama_context_default_params()
-        check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
-        check_int("n_ctx", n_ctx, 0, MAX_CELLS)
+        n_seq_max = check_int("n_seq_max", n_seq_max, 1, lib.llama_max_parallel_sequences())
+        n_ctx = check_int("n_ctx", n_ctx, 0, MAX_CELLS)
         if 0 < n_ctx < n_seq_max:
             raise InvalidArgumentError("n_ctx", n_ctx, f"at least n_seq_max ({n_seq_max})")
-        check_int("n_batch", n_batch, n_seq_max, 1 << 20)
+        n_batch = check_int("n_batch", n_batch, n_seq_max, 1 << 20)
         params.n_ctx, params.n_batch = n_ctx, n_batch
         params.n_ubatch = check_int("n_ubatch", n_ubatch, 1, 1 << 20)
         params.n_seq_max = n_seq_max
@@ -363,7 +363,7 @@ class Context(Memory, LoraContext):
         """Return `row`; raise `StaleLogitsError` or `InvalidArgumentError` if this batch row has no logits."""
         if not self._decoded:
             raise StaleLogitsError("there is no successful decode to take logits from")
-        check_int("row", row, 0, len(self._is_output) - 1)
+        row = check_int("row", row, 0, len(self._is_output) - 1)
         if not self._is_output[row]:
             raise InvalidArgumentError(
                 "row", row, "a row of the last batch that was added with logits (n_outputs)"

@@ -61,7 +61,7 @@ class EmbeddingBatch:
         is_causal: bool,
         n_outputs: int = 0,
     ) -> None:
-        check_int("seq_id", seq_id, 0, h.LLAMA_MAX_SEQ - 1)
+        seq_id = check_int("seq_id", seq_id, 0, h.LLAMA_MAX_SEQ - 1)
         self._rows = _check_array("rows", rows, np.float32, 2)
         self._positions = _check_array("positions", positions, np.int32, 1, 2)
         n_rows, self.n_embd = self._rows.shape

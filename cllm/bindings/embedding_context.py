@@ -85,7 +85,7 @@ class EmbeddingContext(LoraContext):
             raise ContextError("the model is neither an encoder nor a decoder: it embeds no text")
         own = own_pooling(model)
         params = lib.llama_context_default_params()
-        check_int("n_batch", n_batch, 1, 1 << 20)
+        n_batch = check_int("n_batch", n_batch, 1, 1 << 20)
         limit = min(n_batch, lib.llama_max_parallel_sequences())
         params.n_seq_max = check_int("n_seq_max", n_seq_max, 1, limit)
         # `llama_context::graph_reserve` rounds the rows up to a multiple of the sequences, but not the outputs:

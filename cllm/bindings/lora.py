@@ -68,8 +68,8 @@ class LoraContext(NativeHandle):
         -----
         See `llama_set_n_threads` in llama.h.
         """
-        check_int("n_threads", n_threads, 1, MAX_THREADS)
-        check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
+        n_threads = check_int("n_threads", n_threads, 1, MAX_THREADS)
+        n_threads_batch = check_int("n_threads_batch", n_threads_batch, 1, MAX_THREADS)
         library().llama_set_n_threads(self._pointer, n_threads, n_threads_batch)
 
     def set_loras(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:

@@ -161,14 +161,14 @@ class Memory(NativeHandle):
 
     def _check_seq(self, field: str, seq_id: int) -> None:
         self._pointer  # noqa: B018  # the thread and lifetime check
-        check_int(field, seq_id, 0, self.n_seq_max - 1)
+        seq_id = check_int(field, seq_id, 0, self.n_seq_max - 1)
 
     def _check_range(self, p0: int | None, p1: int | None) -> tuple[int, int]:
         """Return the range in llama.cpp's form; reject an empty range, which llama.cpp ignores silently."""
         first = 0 if p0 is None else check_int("p0", p0, 0, INT32_MAX - 1)
         if p1 is None:
             return (-1 if p0 is None else first), -1
-        check_int("p1", p1, first + 1, INT32_MAX)
+        p1 = check_int("p1", p1, first + 1, INT32_MAX)
         return first, p1
 
     # --- State of one sequence ---------------------------------------------------------------
@@ -213,7 +213,7 @@ class Memory(NativeHandle):
             other parameters.  The sequence is empty, unless the checksum was forged: see `seq_pos_max`.
         """
         self._check_seq("seq_id", seq_id)
-        check_int("n_positions", n_positions, 1, self.n_ctx_seq)
+        n_positions = check_int("n_positions", n_positions, 1, self.n_ctx_seq)
         self._check_copied(seq_id)
         if not isinstance(data, bytes | bytearray | memoryview) or not data:
             raise InvalidArgumentError("data", data, A_COPY)

@@ -140,21 +140,21 @@ class DrySampler(NativeHandle):
         last_n: int,
         sequence_breakers: Sequence[str] = ("\n", ":", '"', "*"),
     ) -> None:
-        check_limits("dry_multiplier", multiplier)
-        check_limits("dry_base", base)
-        check_limits("dry_allowed_length", allowed_length)
-        check_int("dry_penalty_last_n", last_n, 0, MAX_LAST_N)
+        numbers = (
+            check_limits("dry_multiplier", multiplier),
+            check_limits("dry_base", base),
+            check_limits("dry_allowed_length", allowed_length),
+            check_int("dry_penalty_last_n", last_n, 0, MAX_LAST_N),
+        )
         check_int("dry_sequence_breakers", len(sequence_breakers), 0, MAX_BREAKERS)
         texts = [c_string("dry_sequence_breakers", text) for text in sequence_breakers]
         array = (ctypes.c_char_p * max(1, len(texts)))(*texts)
         lib = library()
-        pointer = lib.llama_sampler_init_dry(
-            vocab._pointer, multiplier, base, allowed_length, last_n, array, len(texts)
-        )
+        pointer = lib.llama_sampler_init_dry(vocab._pointer, *numbers, array, len(texts))
         if not pointer:
             raise InvalidArgumentError("sampler", None, "a sampler that llama.cpp accepts")
         super().__init__(pointer, lib.llama_sampler_free, parent=vocab._model)
-        self.last_n: int = last_n
+        self.last_n: int = numbers[-1]
 
 
 class SamplerChain(NativeHandle):
@@ -214,96 +214,108 @@ class SamplerChain(NativeHandle):
 
     def add_dist(self, seed: int) -> Self:
         """Draw a token from the probabilities of the candidates."""
-        check_limits("seed", seed)
-        return self._add(self._lib.llama_sampler_init_dist(seed), selects=True)
+        return self._add(
+            self._lib.llama_sampler_init_dist(check_limits("seed", seed)), selects=True
+        )
 
     def add_mirostat(self, seed: int, tau: float, eta: float, m: int = 100) -> Self:
         """Select with Mirostat 1.0: target entropy `tau`, learning rate `eta`, `m` tokens for its estimate."""
-        check_limits("seed", seed)
-        check_limits("mirostat_tau", tau)
-        check_limits("mirostat_eta", eta)
-        check_int("mirostat_m", m, 1, self._vocab.n_tokens)
         n_vocab = self._vocab.n_tokens
-        return self._add(
-            self._lib.llama_sampler_init_mirostat(n_vocab, seed, tau, eta, m), selects=True
+        sampler = self._lib.llama_sampler_init_mirostat(
+            n_vocab,
+            check_limits("seed", seed),
+            check_limits("mirostat_tau", tau),
+            check_limits("mirostat_eta", eta),
+            check_int("mirostat_m", m, 1, n_vocab),
         )
+        return self._add(sampler, selects=True)
 
     def add_mirostat_v2(self, seed: int, tau: float, eta: float) -> Self:
         """Select with Mirostat 2.0: target entropy `tau`, learning rate `eta`."""
-        check_limits("seed", seed)
-        check_limits("mirostat_tau", tau)
-        check_limits("mirostat_eta", eta)
-        return self._add(self._lib.llama_sampler_init_mirostat_v2(seed, tau, eta), selects=True)
+        sampler = self._lib.llama_sampler_init_mirostat_v2(
+            check_limits("seed", seed),
+            check_limits("mirostat_tau", tau),
+            check_limits("mirostat_eta", eta),
+        )
+        return self._add(sampler, selects=True)
 
     def add_adaptive_p(self, target: float, decay: float, seed: int) -> Self:
         """Select tokens near the probability `target` (0 to 1); `decay` (0 to 0.99) weighs former tokens."""
-        check_float("adaptive_target", target, 0.0, 1.0)
-        check_float("adaptive_decay", decay, 0.0, 0.99)
-        check_limits("seed", seed)
-        sampler = self._lib.llama_sampler_init_adaptive_p(target, decay, seed)
+        sampler = self._lib.llama_sampler_init_adaptive_p(
+            check_float("adaptive_target", target, 0.0, 1.0),
+            check_float("adaptive_decay", decay, 0.0, 0.99),
+            check_limits("seed", seed),
+        )
         return self._add(sampler, selects=True, memory="adaptive_p")
 
     # --- The samplers that narrow or change the candidates -----------------------------------
     def add_top_k(self, k: int) -> Self:
         """Keep the `k` largest logits; `k <= 0` keeps all."""
-        check_limits("top_k", k)
-        return self._add(self._lib.llama_sampler_init_top_k(k))
+        return self._add(self._lib.llama_sampler_init_top_k(check_limits("top_k", k)))
 
     def add_top_p(self, p: float, min_keep: int = 1) -> Self:
         """Keep the most likely tokens that together have probability `p`; 1 keeps all (nucleus sampling)."""
-        check_limits("top_p", p)
-        return self._add(self._lib.llama_sampler_init_top_p(p, self._min_keep(min_keep)))
+        sampler = self._lib.llama_sampler_init_top_p(
+            check_limits("top_p", p), self._min_keep(min_keep)
+        )
+        return self._add(sampler)
 
     def add_min_p(self, p: float, min_keep: int = 1) -> Self:
         """Keep tokens at least `p` times as likely as the most likely one."""
-        check_limits("min_p", p)
-        return self._add(self._lib.llama_sampler_init_min_p(p, self._min_keep(min_keep)))
+        sampler = self._lib.llama_sampler_init_min_p(
+            check_limits("min_p", p), self._min_keep(min_keep)
+        )
+        return self._add(sampler)
 
     def add_typical(self, p: float, min_keep: int = 1) -> Self:
         """Keep the most typical tokens that together have probability `p`; 1 keeps all."""
-        check_limits("typical_p", p)
-        return self._add(self._lib.llama_sampler_init_typical(p, self._min_keep(min_keep)))
+        sampler = self._lib.llama_sampler_init_typical(
+            check_limits("typical_p", p), self._min_keep(min_keep)
+        )
+        return self._add(sampler)
 
     def add_temp(self, temperature: float) -> Self:
         """Divide the logits by `temperature`; 0 keeps only the largest."""
-        check_limits("temperature", temperature)
-        return self._add(self._lib.llama_sampler_init_temp(temperature))
+        return self._add(
+            self._lib.llama_sampler_init_temp(check_limits("temperature", temperature))
+        )
 
     def add_temp_ext(self, temperature: float, delta: float, exponent: float) -> Self:
         """Divide the logits by a temperature within `delta` of `temperature`, higher for a larger entropy."""
-        check_limits("temperature", temperature)
-        check_limits("dynatemp_range", delta)
-        check_limits("dynatemp_exponent", exponent)
-        return self._add(self._lib.llama_sampler_init_temp_ext(temperature, delta, exponent))
+        sampler = self._lib.llama_sampler_init_temp_ext(
+            check_limits("temperature", temperature),
+            check_limits("dynatemp_range", delta),
+            check_limits("dynatemp_exponent", exponent),
+        )
+        return self._add(sampler)
 
     def add_xtc(self, probability: float, threshold: float, min_keep: int, seed: int) -> Self:
         """Exclude, with this `probability`, all tokens above `threshold` except the least likely of them."""
-        check_limits("xtc_probability", probability)
-        check_limits("xtc_threshold", threshold)
-        check_limits("seed", seed)
-        return self._add(
-            self._lib.llama_sampler_init_xtc(probability, threshold, self._min_keep(min_keep), seed)
+        sampler = self._lib.llama_sampler_init_xtc(
+            check_limits("xtc_probability", probability),
+            check_limits("xtc_threshold", threshold),
+            self._min_keep(min_keep),
+            check_limits("seed", seed),
         )
+        return self._add(sampler)
 
     def add_top_n_sigma(self, n: float) -> Self:
         """Keep tokens within `n` standard deviations of the largest logit; `n <= 0` keeps all."""
-        check_limits("top_n_sigma", n)
-        return self._add(self._lib.llama_sampler_init_top_n_sigma(n))
+        return self._add(self._lib.llama_sampler_init_top_n_sigma(check_limits("top_n_sigma", n)))
 
     def add_penalties(
         self, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
     ) -> Self:
         """Penalize tokens among the last `last_n` accepted ones."""
-        check_int("repeat_last_n", last_n, 0, MAX_LAST_N)
-        check_limits("repeat_penalty", repeat)
-        check_limits("frequency_penalty", frequency)
-        check_limits("presence_penalty", presence)
-        n_vocab = self._vocab.n_tokens
-        return self._add(
-            self._lib.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence),
-            memory="penalties",
-            last_n=last_n,
+        last_n = check_int("repeat_last_n", last_n, 0, MAX_LAST_N)
+        sampler = self._lib.llama_sampler_init_penalties(
+            self._vocab.n_tokens,
+            last_n,
+            check_limits("repeat_penalty", repeat),
+            check_limits("frequency_penalty", frequency),
+            check_limits("presence_penalty", presence),
         )
+        return self._add(sampler, memory="penalties", last_n=last_n)
 
     def add_dry(
         self,

@@ -16,7 +16,14 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.checks import MAX_SEED, check_several
+from cllm.checks import (
+    INT32_MAX,
+    MAX_SEED,
+    check_bool,
+    check_int,
+    check_several,
+    check_tenant,
+)
 from cllm.client.answer_stream import MAX_MOVES, AnswerStream
 from cllm.client.events import LOWEST
 from cllm.client.refusals import ServerError
@@ -28,7 +35,14 @@ from cllm.engine.chat.message_checks import RESULTS
 from cllm.engine.chat.readable import in_words
 from cllm.engine.image import Image
 from cllm.engine.loop.generates import Generates
-from cllm.engine.loop.request_call import MixedPrompt, Prompt, RequestCall, check_prompt
+from cllm.engine.loop.request_call import (
+    MixedPrompt,
+    Prompt,
+    RequestCall,
+    Urgency,
+    check_prompt,
+)
+from cllm.engine.lora import check_lora
 from cllm.engine.media_source import NamedMedia
 from cllm.engine.request import Score
 from cllm.errors import InvalidArgumentError, InvalidRequestError, QueueFullError
@@ -165,15 +179,18 @@ class AsyncClient(Generates[AnswerStream]):
             No server accepted the request within `patience_s`, one failed, or the client is closed.
         """
         check_several("texts", texts, "a sequence of texts", InvalidRequestError)
+        urgency = Urgency(priority, timeout)
+        if dimensions is not None:
+            dimensions = check_int("dimensions", dimensions, 1, INT32_MAX, InvalidRequestError)
         body = {
             **self._model,
             "input": [check_prompt(text, f"texts[{i}]") for i, text in enumerate(texts)],
             "encoding_format": "base64",
-            "normalize": normalize,
+            "normalize": check_bool("normalize", normalize, InvalidRequestError),
             "dimensions": dimensions,
-            "truncate": truncate,
-            "priority": priority,
-            "timeout": timeout,
+            "truncate": check_bool("truncate", truncate, InvalidRequestError),
+            "priority": urgency.priority,
+            "timeout": urgency.timeout,
         }
 
         def vectors(told: Any) -> NDArray[np.float32]:
@@ -201,16 +218,17 @@ class AsyncClient(Generates[AnswerStream]):
         ServerError, ClosedError
             As for `embed`.
         """
+        urgency, scales = Urgency(priority, timeout), check_lora(lora)
         body: dict[str, Any] = {
             **self._model,
             "prompt": check_prompt(prompt),
             "continuation": check_prompt(continuation, "continuation"),
-            "priority": priority,
-            "tenant": tenant,
-            "timeout": timeout,
+            "priority": urgency.priority,
+            "tenant": check_tenant("tenant", tenant, InvalidRequestError),
+            "timeout": urgency.timeout,
         }
-        if lora is not None:
-            body["lora"] = dict(lora)
+        if scales is not None:
+            body["lora"] = scales
 
         def score(told: Any) -> Score:
             logprobs = tuple(-math.inf if p <= LOWEST else p for p in told["logprobs"])

@@ -77,10 +77,14 @@ def _weights(name: str, given: object, error: ErrorType) -> tuple[tuple[str, flo
         pairs = tuple(dict(given).items())  # type: ignore[call-overload]
     except (TypeError, ValueError):
         raise error(name, given, "a mapping of names to weights") from None
-    for tenant, weight in pairs:
-        check_tenant(name, tenant, error)
-        check_float(f"{name}[{tenant!r}]", weight, 0.001, 1000.0, error)
-    return pairs or None
+    checked = tuple(
+        (
+            check_tenant(name, tenant, error),
+            check_float(f"{name}[{tenant!r}]", weight, 0.001, 1000.0, error),
+        )
+        for tenant, weight in pairs
+    )
+    return checked or None
 
 
 def _rpc_addresses(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
@@ -103,7 +107,7 @@ def _adapters(name: str, given: object, error: ErrorType) -> tuple[LoraSetting, 
             raise error(name, lora, "(path, scale) or (name, path, scale)")
         *own, path, scale = lora
         path = file_path(name, path, error)
-        check_float(f"scale of {path}", scale, -MAX_SCALE, MAX_SCALE, error)
+        scale = check_float(f"scale of {path}", scale, -MAX_SCALE, MAX_SCALE, error)
         if own and (check_lora_name(own[0], InvalidArgumentError) in names):
             raise error(name, own[0], "a name that no other adapter has")
         names.update(own)
@@ -503,8 +507,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_int("n_seq_max", self.n_seq_max, 1, N_SEQ_IDS - self.prefix_cache)
-        check_int("n_batch", self.n_batch, self.n_seq_max, 1 << 20)
+        n_seq_max = check_int("n_seq_max", self.n_seq_max, 1, N_SEQ_IDS - self.prefix_cache)
+        object.__setattr__(self, "n_seq_max", n_seq_max)
+        n_batch = check_int("n_batch", self.n_batch, n_seq_max, 1 << 20)
+        object.__setattr__(self, "n_batch", n_batch)
         if 0 < self.n_cells < self.n_seq_max:
             raise InvalidArgumentError(
                 "n_ctx", self.n_ctx, f"0 or at least n_seq_max ({self.n_seq_max})"

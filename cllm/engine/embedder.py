@@ -11,8 +11,7 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.embedding import Classification, Embeddings, Ranked
 from cllm.engine.lifecycle import Lifecycle
 from cllm.engine.llama.backend import LlamaEmbedderBackend
-from cllm.engine.loop.embedding_calls import Urgency
-from cllm.engine.loop.request_call import Prompt
+from cllm.engine.loop.request_call import Prompt, Urgency
 from cllm.engine.thread.backend import Backend
 from cllm.errors import InvalidArgumentError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import anyio
 
-from cllm.checks import INT32_MAX, check_int
+from cllm.checks import INT32_MAX, check_bool, check_int
 from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.engine.core.commands import EraseSlot
 from cllm.engine.embedder import EmbeddingMethods
@@ -18,10 +18,17 @@ from cllm.engine.embedding import Ranked
 from cllm.engine.loop.embedding_calls import ranking
 from cllm.engine.loop.generates import Generates
 from cllm.engine.loop.input_processor import InputProcessor
-from cllm.engine.loop.request_call import ChatPromptOptions, Prompt, RequestCall, chat_prompt_of
+from cllm.engine.loop.request_call import (
+    ChatPromptOptions,
+    Prompt,
+    RequestCall,
+    Urgency,
+    chat_prompt_of,
+)
 from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.loop.stream import TokenStream
 from cllm.engine.lora import LoraInfo
+from cllm.engine.parts import Parts
 from cllm.engine.request import RenderedPrompt, Score
 from cllm.engine.sampling_params import SamplingOptions
 from cllm.errors import DeadlineError, InvalidRequestError, QueueFullError
@@ -182,17 +189,9 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         RequestError
             Names the field, the value and the limit.
         """
+        options = {"lora": lora, "priority": priority, "tenant": tenant, "timeout": timeout}
         with self._serving() as parts:
-            call = replace(
-                await parts.input_processor.score_call(prompt, continuation),
-                lora=lora,
-                priority=priority,
-                tenant=tenant,
-                timeout=timeout,
-            )
-            # The tokens belong to this model, even if `reload` replaces the model meanwhile.
-            async with TokenStream(call, lambda: parts.input_processor) as stream:
-                return Score.of(await stream.completion())
+            return await _score(parts.input_processor, prompt, continuation, **options)
 
     # --- Adapters ----------------------------------------------------------------------------
     async def load_lora(self, name: str, path: str | Path, *, scale: float = 0.0) -> LoraInfo:
@@ -241,7 +240,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         InvalidRequestError
             A request runs in this seq_id, or `seq_id` is not an integer from 0 to 2³¹−1.
         """
-        check_int("seq_id", seq_id, 0, INT32_MAX, InvalidRequestError)
+        seq_id = check_int("seq_id", seq_id, 0, INT32_MAX, InvalidRequestError)
         with self._serving() as parts:
             n_tokens: int = await parts.dispatcher.ask(EraseSlot(seq_id))
             return n_tokens
@@ -278,6 +277,8 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             `timeout` seconds have passed.  Other errors as for `embed`, and for `score` without classifier.
         """
         self._check_serving()
+        if template is not None and not isinstance(template, str):
+            raise InvalidRequestError("template", template, "a str")
         model = self.model
         form = model.rank_template if template is None else template
         is_classifier = model.embedding is not None and model.embedding.is_classifier
@@ -285,23 +286,37 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             return await super().rerank(
                 query, documents, truncate=truncate, priority=priority, timeout=timeout
             )
-        with self._serving() as parts, anyio.move_on_after(timeout) as scope:
+        check_bool("truncate", truncate, InvalidRequestError)
+        urgency = Urgency(priority, timeout)
+        with self._serving() as parts, anyio.move_on_after(urgency.timeout) as scope:
             prompts = await parts.embeddings.rank_prompts(form, query, documents)
-            return await self._rank(prompts, priority)
+            return await self._rank(parts, prompts, urgency.priority)
         assert scope.cancelled_caught
         raise DeadlineError(
             f"{len(documents)} documents were not ranked within {timeout} s (timeout)"
         )
 
-    async def _rank(self, prompts: Sequence[list[int]], priority: int) -> list[Ranked]:
-        """Return the ranking of the prompts by p(yes) / (p(yes) + p(no))."""
-        answers = [(await self.tokenize(word, add_special=False))[:1] for word in ("yes", "no")]
+    async def _rank(
+        self, parts: Parts, prompts: Sequence[list[int]], priority: int
+    ) -> list[Ranked]:
+        """Return the ranking of the prompts by p(yes) / (p(yes) + p(no)), by the model of `parts`."""
+        source = parts.input_processor
+        words = [await source.texts.tokenize(word, add_special=False) for word in ("yes", "no")]
 
         async def ask(prompt: Prompt) -> float:
             yes, no = [
-                (await self.score(prompt, answer, priority=priority)).total for answer in answers
+                (await _score(source, prompt, word[:1], priority=priority)).total for word in words
             ]
             return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
-        scores = await self._run_all(ask, prompts)
+        scores = await self._run_all(ask, prompts, wait_for_room=lambda _: parts.gate.wait_left())
         return ranking(scores, list(map(len, prompts)))
+
+
+async def _score(
+    source: InputProcessor, prompt: Prompt, continuation: Prompt, **options: Any
+) -> Score:
+    """Return the log probabilities by one model, even if `reload` replaces it meanwhile."""
+    call = replace(await source.score_call(prompt, continuation), **options)
+    async with TokenStream(call, lambda: source) as stream:
+        return Score.of(await stream.completion())

@@ -20,6 +20,7 @@ from typing import ClassVar, ParamSpec, Self, TypeVar, Unpack
 import anyio
 
 from cllm.bindings import fork_generation
+from cllm.checks import check_timeout
 from cllm.engine.config import AUTO, EngineConfig, EngineOptions, check_known, config_from
 from cllm.engine.core.commands import ClearPrefixCache, LiveView, SlotInfo
 from cllm.engine.core.statistics import EngineStatistics
@@ -37,6 +38,7 @@ from cllm.errors import (
     ClosedError,
     EngineFailedError,
     InvalidArgumentError,
+    InvalidRequestError,
     WrongProcessError,
 )
 from cllm.hub.download import find_model, find_projector
@@ -228,10 +230,13 @@ class Lifecycle:
         ------
         ClosedError, EngineFailedError
             The engine does not serve requests.
+        InvalidRequestError
+            `timeout` is not 0 to 1e9 seconds; nothing has changed.
         """
         self._check_serving()
+        limit_s = check_timeout(timeout, InvalidRequestError)
         self._status = EngineStatus.DRAINING
-        with anyio.move_on_after(timeout):
+        with anyio.move_on_after(limit_s):
             await self._wait_idle()
         for parts in self._started:
             parts.dispatcher.cancel_all()

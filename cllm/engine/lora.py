@@ -93,10 +93,12 @@ def check_lora(lora: object) -> dict[str, float] | None:
         return None
     if not isinstance(lora, Mapping):
         raise InvalidRequestError("lora", lora, "a mapping from names of adapters to scales")
-    for name, scale in lora.items():
-        check_lora_name(name)
-        check_float(f"lora[{name!r}]", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
-    return {name: float(scale) for name, scale in lora.items()}
+    return {
+        check_lora_name(name): check_float(
+            f"lora[{name!r}]", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError
+        )
+        for name, scale in lora.items()
+    }
 
 
 def check_lora_name(

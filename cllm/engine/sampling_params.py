@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -47,9 +48,10 @@ def _biases(name: str, given: object, error: ErrorType) -> Mapping[int, float]:
         raise error(name, len(given), f"at most {MAX_BIASES} tokens")
     biases = {}
     for token, bias in given.items():
-        check_int(name, token, 0, INT32_MAX, error)
-        is_ban = bias == float("-inf")
-        biases[token] = bias if is_ban else check_float(name, bias, -MAX_BIAS, MAX_BIAS, error)
+        is_ban = isinstance(bias, float) and bias == -math.inf
+        biases[check_int(name, token, 0, INT32_MAX, error)] = (
+            -math.inf if is_ban else check_float(name, bias, -MAX_BIAS, MAX_BIAS, error)
+        )
     return MappingProxyType(biases)
 
 

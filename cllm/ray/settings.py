@@ -53,18 +53,20 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         error = InvalidArgumentError
-        if isinstance(self.replicas, list):  # of a YAML file
-            object.__setattr__(self, "replicas", tuple(self.replicas))
-        if isinstance(self.replicas, tuple):
+        replicas: int | tuple[int, int]
+        if isinstance(self.replicas, tuple | list):  # a list of a YAML file
             if len(self.replicas) != 2:
                 raise error("replicas", self.replicas, "a number, or two: at least, at most")
             least = check_int("replicas", self.replicas[0], 1, 4096, error)
-            check_int("replicas", self.replicas[1], least, 4096, error)
+            replicas = (least, check_int("replicas", self.replicas[1], least, 4096, error))
         else:
-            check_int("replicas", self.replicas, 1, 4096, error)
+            replicas = check_int("replicas", self.replicas, 1, 4096, error)
+        object.__setattr__(self, "replicas", replicas)
         if self.num_cpus is not None:
-            check_int("num_cpus", self.num_cpus, 1, 4096, error)
-        check_float("num_gpus", self.num_gpus, 0.0, 64.0, error)
+            num_cpus = check_int("num_cpus", self.num_cpus, 1, 4096, error)
+            object.__setattr__(self, "num_cpus", num_cpus)
+        num_gpus = check_float("num_gpus", self.num_gpus, 0.0, 64.0, error)
+        object.__setattr__(self, "num_gpus", num_gpus)
         if self.affinity not in AFFINITIES:
             raise error("affinity", self.affinity, f"one of {AFFINITIES}")
 

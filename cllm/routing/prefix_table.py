@@ -45,8 +45,8 @@ class PrefixTable:
     """
 
     def __init__(self, *, n_keys_max: int = 100_000, max_lead: int = 8) -> None:
-        check_int("n_keys_max", n_keys_max, 1, 1 << 30, InvalidArgumentError)
-        check_int("max_lead", max_lead, 0, 1 << 30, InvalidArgumentError)
+        n_keys_max = check_int("n_keys_max", n_keys_max, 1, 1 << 30, InvalidArgumentError)
+        max_lead = check_int("max_lead", max_lead, 0, 1 << 30, InvalidArgumentError)
         self._n_keys_max = n_keys_max
         self._max_lead = max_lead
         self._last: OrderedDict[Key, str] = OrderedDict()

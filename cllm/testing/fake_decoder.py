@@ -195,9 +195,9 @@ class FakeDecoder:
         `InvalidArgumentError` leave the batch unchanged; see `Batch.add`.
         """
         check_int("rows", len(tokens), 1, self.n_batch - self.n_rows)
-        check_int("seq_id", seq_id, 0, LLAMA_MAX_SEQ - 1)
-        check_int("p0", p0, 0, INT32_MAX - len(tokens))
-        check_int("n_outputs", n_outputs, 0, len(tokens))
+        seq_id = check_int("seq_id", seq_id, 0, LLAMA_MAX_SEQ - 1)
+        p0 = check_int("p0", p0, 0, INT32_MAX - len(tokens))
+        n_outputs = check_int("n_outputs", n_outputs, 0, len(tokens))
         span = self._spans.get(seq_id, range(p0, p0))
         if span.stop != p0:
             raise PositionError(seq_id, span.stop - 1, p0)
@@ -417,7 +417,7 @@ class FakeDecoder:
         """Restore an unchanged copy of `n_positions` positions into an empty sequence, as `Memory` does."""
         is_refused = self._fails("state_seq_set_data")
         self._check_seq("seq_id", seq_id)
-        check_int("n_positions", n_positions, 1, self.n_ctx_seq)
+        n_positions = check_int("n_positions", n_positions, 1, self.n_ctx_seq)
         self._check_copied(seq_id)
         if not isinstance(data, bytes | bytearray | memoryview) or not data:
             raise InvalidArgumentError("data", data, "a copy made by state_seq_get_data")
@@ -465,7 +465,7 @@ class FakeDecoder:
         return not fault
 
     def _check_seq(self, field: str, seq_id: int) -> None:
-        check_int(field, seq_id, 0, self.n_seq_max - 1)
+        seq_id = check_int(field, seq_id, 0, self.n_seq_max - 1)
 
     def _check_range(self, p0: int | None, p1: int | None) -> tuple[int, int]:
         first = 0 if p0 is None else check_int("p0", p0, 0, INT32_MAX - 1)

@@ -30,12 +30,12 @@ class FakeVocabulary:
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token; empty for a control token."""
-        check_int("token", token, 0, self.n_tokens - 1)
+        token = check_int("token", token, 0, self.n_tokens - 1)
         return bytes([token]) if token < self.BEGIN else b""
 
     def text(self, token: int) -> str:
         """Return the text of a token: a character, `<0xNN>` for a byte above 127, or a control token's name."""
-        check_int("token", token, 0, self.n_tokens - 1)
+        token = check_int("token", token, 0, self.n_tokens - 1)
         if token >= self.BEGIN:
             return self.NAMES[token - self.BEGIN]
         return chr(token) if token < 128 else f"<0x{token:02X}>"

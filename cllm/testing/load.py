@@ -207,7 +207,7 @@ async def slow_readers(
     ValueError
         The share is not between 0 and 1, or `n_deltas` is negative.
     """
-    check_int("n_deltas", n_deltas, 0, INT32_MAX)
+    n_deltas = check_int("n_deltas", n_deltas, 0, INT32_MAX)
     calls = make_calls(engine, prompts, params, sampling, priority, timeout)
     is_turned = anyio.Event()  # every stream has stopped or ended
     busy = set(calls)

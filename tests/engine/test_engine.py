@@ -266,6 +266,15 @@ async def test_the_model_describes_itself(engine: Engine) -> None:
     assert "im_start" in engine.model.chat_template
 
 
+@pytest.mark.parametrize("timeout", ["abc", float("nan"), -1, True, 10**400])
+async def test_a_drain_with_a_wrong_timeout_changes_nothing(engine: Engine, timeout: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="timeout"):
+        await engine.drain(timeout)
+    assert (await engine.generate("1+1=", max_tokens=1)).text
+    with pytest.raises(InvalidRequestError, match="timeout"):
+        await engine.rerank("a", ["b"], timeout=timeout, template="{query}{document}")
+
+
 async def test_draining_refuses_new_requests_and_finishes_the_running(engine: Engine) -> None:
     async with (
         engine.stream("repeat:drain", **GREEDY) as stream,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from cllm import ClosedError, Engine, InvalidRequestError, SavedGeneration, TokenStream
@@ -141,6 +142,17 @@ async def test_a_chat_that_goes_back_tells_its_channels_from_there() -> None:
         assert text_of(deltas) == whole.text
         assert (ended.text, ended.reasoning) == (whole.text, whole.reasoning)
         assert ended.usage.n_reasoning == whole.usage.n_reasoning
+
+
+async def test_a_number_of_another_type_counts_as_the_same_number() -> None:
+    """Minus an unsigned 2 is 254: nothing would be removed."""
+    async with FakeEngine(LONG) as engine, engine.stream("p", max_tokens=60) as stream:
+        first = await read(stream, 6)
+        await stream.rewind(cast(int, np.uint8(2)))
+        assert len(stream._position) == 4
+        assert len(stream.fork(cast(int, np.uint8(2)))) == 2
+        assert text_of(first[:4]) + text_of(await read(stream, 4)) == LONG[""][:8]
+        await stream.cancel()
 
 
 @pytest.mark.parametrize(

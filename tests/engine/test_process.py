@@ -38,6 +38,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.process import engine_process, spawn
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
+from cllm.engine.process.frames import framed
 from tests.conftest import IS_SANITIZED, QUIET, some_in_fast
 from tests.engine.samplings import SAMPLINGS, SCHEMA
 from tests.lora_files import make_lora
@@ -236,6 +237,20 @@ async def test_an_idle_process_that_was_killed_is_there_for_the_next_request(
     first = await engine.generate("1+1=", temperature=0)
     send(engine, signal.SIGKILL)
     assert (await engine.generate("1+1=", temperature=0)).text == first.text
+
+
+async def test_a_process_whose_main_thread_fails_is_replaced_like_one_that_was_killed(
+    engine: Engine,
+) -> None:
+    whole = await engine.generate(PROMPT, temperature=0)
+    async with engine.stream(PROMPT, temperature=0) as stream:
+        await anext(stream)
+        connection = process_of(engine)._process
+        assert connection is not None
+        connection.socket.sendall(framed(b"no message"))
+        completion = await stream.completion()
+    assert completion.token_ids == whole.token_ids
+    assert engine.statistics().n_restarts == 1
 
 
 class Poisonous(Engine):

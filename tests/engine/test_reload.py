@@ -25,6 +25,24 @@ LONG = "count:1..199"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
+async def test_a_ranking_by_yes_and_no_ends_with_the_model_that_it_began_with() -> None:
+    """The second model has no room for the prompts of the first, and its queue is another."""
+    documents = ["d" * 300 + str(n) for n in range(12)]
+    template = "Is {document} about {query}? "
+    async with FakeEngine(n_ctx=1024, n_seq_max=2, max_queue=0) as engine:
+        expected = await engine.rerank("q", documents, template=template)
+        ranked: list[Any] = []
+
+        async def rank() -> None:
+            ranked.extend(await engine.rerank("q", documents, template=template))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(rank)
+            await anyio.wait_all_tasks_blocked()
+            await engine.reload(n_ctx=128)
+        assert ranked == expected
+
+
 @pytest.fixture(params=[False, True], ids=["thread", "process"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     async with Engine(process=request.param, **OPTIONS) as engine:

@@ -214,6 +214,18 @@ async def test_one_that_was_begun_elsewhere_is_whole_when_it_has_been_suspended(
             assert text_of([delta async for delta in stream]) == whole.text[4:]
 
 
+async def test_a_stream_whose_suspension_was_cancelled_does_not_look_complete() -> None:
+    async with FakeEngine(LONG) as engine, engine.stream("p" * 100) as stream:
+        await read(stream, 2)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await stream.suspend()
+        assert scope.cancelled_caught
+        with pytest.raises(ClosedError, match="before its end"):
+            async for _ in stream:
+                pass
+
+
 async def test_an_output_that_was_read_to_its_end_cannot_be_suspended() -> None:
     async with FakeEngine({"": "ab"}) as engine:
         for close in (True, False):

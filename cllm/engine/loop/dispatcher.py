@@ -119,15 +119,15 @@ class Dispatcher:
 
     def submit(self, channel: Channel) -> None:
         """Send the request of a channel to the thread; its deltas arrive in the channel."""
+        self._inbox.put(AddRequest(channel.request))
         self._channels[channel.request_id] = channel
         self._gate.hold_media(channel.request.n_media_bytes)
-        self._inbox.put(AddRequest(channel.request))
 
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
         """Send texts to the thread, and return their pending result."""
         waiting = PendingEmbedding(request.request_id, self._inbox)
-        self._embeddings[request.request_id] = waiting
         self._inbox.put(AddEmbedding(request))
+        self._embeddings[request.request_id] = waiting
         return waiting
 
     def next_serial(self) -> int:

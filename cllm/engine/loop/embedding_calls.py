@@ -10,16 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cllm.checks import (
-    INT32_MAX,
     check_bool,
-    check_float,
     check_int,
     check_several,
     encode_prompt,
@@ -38,6 +35,7 @@ from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import (
     MAX_CHARACTERS_PER_TOKEN,
     Prompt,
+    Urgency,
     check_prompt,
     new_request_id,
 )
@@ -49,26 +47,6 @@ N_TEXTS = 256  # of one request; also the number that is tokenized in one call o
 N_AHEAD = 2  # requests of one call that wait on the inference thread
 
 Tokens = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Urgency:
-    """Priority and deadline of texts.
-
-    Attributes
-    ----------
-    priority : int
-    timeout : float or None
-        Seconds after tokenization until a `DeadlineError`; None: no limit.
-    """
-
-    priority: int = 0
-    timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        check_int("priority", self.priority, -(2**31), INT32_MAX, InvalidRequestError)
-        if self.timeout is not None:
-            check_float("timeout", self.timeout, 0.0, 1e9, InvalidRequestError)
 
 
 class EmbeddingCalls:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from cllm.checks import check_several
+from cllm.checks import check_bool, check_several
 from cllm.errors import InvalidRequestError
 
 P = TypeVar("P")
@@ -33,6 +33,10 @@ async def run_all(
         The prompts are not a sequence, but a single text, a mapping or an iterator.
     """
     check_several("prompts", prompts, "a sequence of prompts", InvalidRequestError)
+    check_bool("return_exceptions", return_exceptions, InvalidRequestError)
+    if on_progress is not None and not callable(on_progress):
+        raise InvalidRequestError("on_progress", on_progress, "a function of two numbers, or None")
+    prompts = list(prompts)  # in the order of iteration; the caller's sequence may change meanwhile
     results: list[Any] = [None] * len(prompts)
     n_done = 0
     failure: Exception | None = None

@@ -171,15 +171,17 @@ class Generates(ABC, Generic[StreamT]):
         *,
         return_exceptions: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
+        wait_for_room: Callable[[QueueFullError], Awaitable[None]] | None = None,
     ) -> list[R]:
         """Run a request for each prompt; a request waits if the queue is full."""
+        wait = self._wait_for_room if wait_for_room is None else wait_for_room
 
         async def run_when_possible(prompt: Prompt) -> R:
             while True:
                 try:
                     return await run(prompt)
                 except QueueFullError as error:
-                    await self._wait_for_room(error)
+                    await wait(error)
 
         return await run_all(
             run_when_possible,

@@ -117,11 +117,11 @@ class InputProcessor:
             channel = await self._prepare(call, continuation)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
+            # Nothing is awaited from here on: a submitted request always has its channel.
+            self._dispatcher.submit(channel)
         except BaseException:
             self._gate.leave(is_served=False)
             raise
-        # Nothing is awaited from here on: a submitted request always has its channel.
-        self._dispatcher.submit(channel)
         return channel
 
     def _finished(self, call: RequestCall, continuation: Continuation) -> Channel:

@@ -55,7 +55,7 @@ class LoraRegistry:
     async def load(self, name: str, path: str | Path, scale: float) -> LoraInfo:
         """See `Engine.load_lora`."""
         check_lora_name(name, field="name")
-        check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
+        scale = check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
         if not isinstance(path, str | Path) or not str(path):
             raise InvalidRequestError("path", path, "a path: not empty, without NUL characters")
         if self._is_fixed:

@@ -15,9 +15,9 @@ from cllm.checks import (
     MAX_SEED,
     MAX_TEXT_BYTES,
     check_bool,
-    check_float,
     check_int,
     check_tenant,
+    check_timeout,
     closest,
     encode_text,
 )
@@ -59,6 +59,27 @@ class MixedPrompt:
                 for i, part in enumerate(parts)
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Urgency:
+    """Checked priority and timeout of a request.
+
+    Attributes
+    ----------
+    priority : int
+    timeout : float or None
+        Seconds; None: no limit.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        error = InvalidRequestError
+        priority = check_int("priority", self.priority, -(2**31), INT32_MAX, error)
+        object.__setattr__(self, "priority", priority)
+        object.__setattr__(self, "timeout", check_timeout(self.timeout, error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +127,25 @@ class RequestCall:
         error = InvalidRequestError
         if not isinstance(self.params, SamplingParams):
             raise error("params", self.params, "a SamplingParams")
-        check_int("priority", self.priority, -(2**31), INT32_MAX, error)
-        if self.timeout is not None:
-            check_float("timeout", self.timeout, 0.0, 1e9, error)
+        urgency = Urgency(self.priority, self.timeout)
+        checked: dict[str, object] = {
+            "priority": urgency.priority,
+            "timeout": urgency.timeout,
+            "lora": check_lora(self.lora),
+            "generated": token_ids_of("generated", self.generated),
+            "excluded": token_ids_of("excluded", self.excluded),
+        }
         if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= 256:
             raise error("request_id", self.request_id, "a string of 1 to 256 characters")
         encode_text("request_id", self.request_id, error)
-        check_lora(self.lora)
         if self.first_scored is not None:
-            check_int("first_scored", self.first_scored, 0, INT32_MAX, error)
+            checked["first_scored"] = check_int(
+                "first_scored", self.first_scored, 0, INT32_MAX, error
+            )
         if self.seed is not None:
-            check_int("seed", self.seed, 0, MAX_SEED, error)
-        token_ids_of("generated", self.generated)
-        token_ids_of("excluded", self.excluded)
+            checked["seed"] = check_int("seed", self.seed, 0, MAX_SEED, error)
+        for name, value in checked.items():  # numbers as `int` and `float`, whatever was given
+            object.__setattr__(self, name, value)
         check_bool("parse_special", self.parse_special, error)
         check_tenant("tenant", self.tenant, error)
 

@@ -13,7 +13,7 @@ from typing import Self
 import anyio
 import anyio.lowlevel
 
-from cllm.checks import MAX_SEED, check_int
+from cllm.checks import INT32_MAX, MAX_SEED, check_int
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
 from cllm.engine.loop.channel import CancelHandle, Channel, Continuation
 from cllm.engine.loop.input_processor import InputProcessor
@@ -187,7 +187,12 @@ class TokenStream:
             raise ClosedError("the stream is closed: there is nothing to suspend")
         # What adapters have computed is another's, for all that a file can say of it.
         has_own = channel.request.lora == NO_LORA
-        state = await channel.take(saves_state=has_own)
+        try:
+            state = await channel.take(saves_state=has_own)
+        except anyio.get_cancelled_exc_class():
+            if channel.is_taken:  # the request ends, and this output is not whole
+                self._abandon()
+            raise
         if channel.error is not None:
             raise channel.error
         held = () if self._banned is None else self._banned.held
@@ -235,6 +240,7 @@ class TokenStream:
             raise ClosedError("the stream was submitted or closed")
         if self._continues is not None:
             raise InvalidRequestError("again", index, "asked of a stream that continues no other")
+        index = check_int("index", index, 0, INT32_MAX, InvalidRequestError)
         seed = self._call.params.seed
         seed = None if seed is None else (seed + index) % (MAX_SEED + 1)
         call = replace(self._call, request_id=request_id, seed=seed)
@@ -258,7 +264,7 @@ class TokenStream:
         ClosedError
             The stream has not been entered.
         """
-        check_int("n", n, 1, MAX_FORKS, InvalidRequestError)
+        n = check_int("n", n, 1, MAX_FORKS, InvalidRequestError)
         channel, call, source = self._present, self._call, self._opener
         seed = call.params.seed if call.seed is None else call.seed
         continuation = self._continuation()
@@ -294,7 +300,7 @@ class TokenStream:
         """
         await self._submit()
         position = self._position
-        check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
+        n_tokens = check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
         seed = self._present.call.seed
         next_seed = 0 if seed is None else (seed + 1) % (MAX_SEED + 1)
         self._is_given_up = False

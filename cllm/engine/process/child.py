@@ -225,7 +225,12 @@ def main() -> None:
     os.close(int(shared))
     gc.freeze()  # what is imported stays: a search for garbage would stop all streams for 0.02 s
     files = of_plain(tuple[FileContent, ...], settings["files"])
-    serve(socket.socket(fileno=int(fd)), record, make_backend(config, files), config)
+    try:
+        serve(socket.socket(fileno=int(fd)), record, make_backend(config, files), config)
+    except BaseException:
+        # Not `raise`: the exit handler would end the thread in order, as if the parent had asked for it.
+        logging.getLogger("cllm").exception("the engine's process cannot go on")
+        os._exit(1)
 
 
 if __name__ == "__main__":

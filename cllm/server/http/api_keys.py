@@ -284,8 +284,8 @@ def _key_of(name: str, table: Mapping[str, Any]) -> tuple[str, KeyLimits]:
     values: dict[str, Any] = {field: value for field, value in table.items() if field != "key"}
     for field, value in values.items():
         if field == "weight":
-            check_float(f"{name}.{field}", value, 0.001, 1000.0)
+            values[field] = check_float(f"{name}.{field}", value, 0.001, 1000.0)
         else:
             low = -INT32_MAX if field == "priority" else 1
-            check_int(f"{name}.{field}", value, low, INT32_MAX)
+            values[field] = check_int(f"{name}.{field}", value, low, INT32_MAX)
     return secret.strip(), KeyLimits(**values)

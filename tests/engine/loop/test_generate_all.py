@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -55,14 +55,56 @@ class Odd(Sequence[str]):
         return "abc"[index]
 
 
-async def test_every_error_is_raised_as_it_is_or_stands_in_the_list(anyio_backend: str) -> None:
+@pytest.mark.parametrize("return_exceptions", [False, True])
+async def test_an_error_of_the_sequence_itself_is_raised_before_a_request_is_made(
+    anyio_backend: str, return_exceptions: bool
+) -> None:
     async with FakeEngine() as engine:
         with pytest.raises(ZeroDivisionError, match="the caller's own"):
-            await engine.generate_all(Odd())
-        results = await engine.generate_all(Odd(), return_exceptions=True)
-        assert [getattr(r, "text", type(r).__name__) for r in results] == [
-            "a", "ZeroDivisionError", "c",
-        ]  # fmt: skip
+            await engine.generate_all(Odd(), return_exceptions=return_exceptions)
+        assert engine.statistics().n_ticks == 0
+
+
+class Labelled:
+    """A column of a table: iterated by position, indexed by label."""
+
+    def __init__(self, values: dict[int, str]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, label: int) -> str:
+        return self._values[label]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values.values())
+
+
+@pytest.mark.parametrize("values", [{1: "a", 0: "b"}, {5: "a", 7: "b"}])
+async def test_prompts_have_the_order_of_iteration(
+    anyio_backend: str, values: dict[int, str]
+) -> None:
+    async with FakeEngine() as engine:
+        results = await engine.generate_all(cast(Any, Labelled(values)))
+        assert [result.text for result in results] == ["a", "b"]
+
+
+async def test_a_list_that_changes_meanwhile_is_read_as_it_was(anyio_backend: str) -> None:
+    prompts = list("abcdef")
+    async with FakeEngine(n_seq_max=1) as engine:
+        results = await engine.generate_all(prompts, on_progress=lambda *_: prompts.clear())
+    assert [result.text for result in results] == list("abcdef")
+
+
+@pytest.mark.parametrize(("name", "value"), [("on_progress", 3), ("return_exceptions", "yes")])
+async def test_other_arguments_are_rejected_before_a_request_is_made(
+    anyio_backend: str, name: str, value: Any
+) -> None:
+    async with FakeEngine() as engine:
+        with pytest.raises(InvalidRequestError, match=name):
+            await engine.generate_all(["a"], **{name: value})
+        assert engine.statistics().n_ticks == 0
 
 
 @pytest.mark.parametrize("return_exceptions", [False, True])

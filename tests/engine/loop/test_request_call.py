@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from decimal import Decimal
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from cllm.engine.loop import request_call
@@ -13,6 +15,43 @@ from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.errors import InvalidRequestError, PromptTooLongError
 
 NAN, INFINITE = float("nan"), float("inf")
+
+
+class Index:
+    """An integer of another library."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value
+
+
+def test_numbers_of_other_types_become_those_of_python() -> None:
+    """An unsigned priority overflows as it ages, and no priority without arithmetic can be compared."""
+    for number in (np.uint8(7), np.int64(7), Index(7)):
+        given = cast(Any, number)
+        call = RequestCall(
+            "a", SamplingParams(top_k=given, logit_bias={given: 1.5}),
+            priority=given, seed=given, first_scored=given, generated=cast(Any, [given]),
+            excluded=cast(Any, [given]), timeout=7, lora={"a": 1},
+        )  # fmt: skip
+        numbers = [
+            call.priority, call.seed, call.first_scored, *call.generated, *call.excluded,
+            call.params.top_k, *call.params.logit_bias,
+        ]  # fmt: skip
+        assert [(type(each), each) for each in numbers] == [(int, 7)] * 7
+        assert repr((call.timeout, call.lora)) == "(7.0, {'a': 1.0})"
+
+
+@pytest.mark.parametrize(
+    "bias", [Decimal("-Infinity"), np.array(-np.inf), np.array([1.0, 2.0]), "-inf", None]
+)
+def test_a_bias_is_a_number_even_if_it_bans(bias: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"logit_bias is .*, must be a number"):
+        SamplingParams(logit_bias={3: bias})
+    banned = SamplingParams(logit_bias={3: np.float64("-inf")}).logit_bias[3]
+    assert (type(banned), banned) == (float, -np.inf)
 
 
 def test_fewer_tokens_than_the_least_cannot_be_the_most() -> None:
