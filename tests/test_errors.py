@@ -33,14 +33,18 @@ GIVEN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def kinds(kind: type[errors.CllmError]) -> list[type[errors.CllmError]]:
-    below = [each for direct in kind.__subclasses__() for each in kinds(direct)]
-    return [kind, *below] if kind.__module__ == errors.__name__ else below
+def kinds(kind: type[Any]) -> dict[str, type[Any]]:
+    """Return an error of `cllm.errors` and all below it."""
+    found: dict[str, type[Any]] = {kind.__name__: kind}
+    for below in kind.__subclasses__():
+        found |= kinds(below)
+    return {name: each for name, each in found.items() if each.__module__ == errors.__name__}
 
 
-@pytest.mark.parametrize(
-    "kind", sorted(set(kinds(errors.CllmError)), key=lambda kind: kind.__name__)
-)
+KINDS = kinds(errors.CllmError)
+
+
+@pytest.mark.parametrize("kind", [KINDS[name] for name in sorted(KINDS)])
 def test_an_error_is_the_same_in_another_process(kind: type[Any]) -> None:
     error = kind(*GIVEN.get(kind.__name__, ("it failed",)))
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import AsyncIterator, Iterator
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import httpx
 import pytest
 
+from cllm.engine.chat.conversation import mended
+from cllm.engine.chat.template_abilities import TemplateAbilities
 from cllm.server.operation.logs import ConsoleFormatter
+from cllm.server.routes import ollama, responses
 from cllm.testing import FakeEngine
 from tests.server.conftest import client_of
 
@@ -80,6 +87,85 @@ def with_words(value: Any, words: str) -> Iterator[Any]:
 async def http(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
     async with FakeEngine(lambda _: "Yes.") as engine, client_of(engine) as client:
         yield client
+
+
+# A template that renders everything, but one call in a turn.
+ABILITIES = TemplateAbilities(
+    **{each.name: each.name != "parallel_tool_calls" for each in fields(TemplateAbilities)}
+)
+
+
+def n_steps(call: Callable[[], object]) -> int:
+    """Number of instructions of Python that a call takes."""
+    n = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal n
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        n += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return n
+
+
+def responses_of(n: int) -> Callable[[], object]:
+    tools = [{"type": "function", "name": f"f{i}", "parameters": {}} for i in range(n)]
+    items = [{"type": "additional_tools", "tools": tools}]
+    for i in range(n):
+        items += [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]},
+            {"type": "function_call", "call_id": f"{i}", "name": "f1", "arguments": "{}"},
+            {"type": "web_search_call", "id": f"w{i}"},
+        ]
+    body = responses.ResponsesBody.model_validate({"input": items})
+    return lambda: responses.chat_call_of(body, {})
+
+
+def calls_of(n: int) -> list[Any]:
+    calls = [{"id": f"{i}", "function": {"name": f"f{i % 7}", "arguments": {}}} for i in range(n)]
+    results = [{"role": "tool", "content": "r", "tool_name": f"f{i % 5}"} for i in range(n)]
+    return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+
+def session_of(n: int) -> Callable[[], object]:
+    messages = ollama._messages(calls_of(n))
+    return lambda: mended(messages, [], ABILITIES, None)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [responses_of, lambda n: partial(ollama._messages, calls_of(n)), session_of],
+    ids=["tools and items of Responses", "calls of Ollama", "calls of a template"],
+)
+def test_four_times_as_many_parts_take_four_times_as_many_steps(
+    of: Callable[[int], Callable[[], object]],
+) -> None:
+    """These run in the event loop, or hold the GIL beside it: 8,000 tools took 17 s."""
+    few, many = n_steps(of(60)), n_steps(of(240))
+    assert many < 5 * few
+
+
+@pytest.mark.parametrize("name", [None, ["x"], 5, {}])
+async def test_tools_that_are_allowed_beside_one_without_a_name_are_no_error_of_the_server(
+    http: httpx.AsyncClient, name: Any
+) -> None:
+    nameless = {"type": "function", "function": {"description": "d", "name": name}}
+    answer = await http.post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "c"}],
+            "tools": [nameless, TOOL],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]},
+        },
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools[0].function.name"
 
 
 @pytest.mark.parametrize("route", BODIES)

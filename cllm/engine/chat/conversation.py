@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,17 +70,17 @@ def _with_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Many templates require ids.
     """
     said: list[dict[str, Any]] = []
-    open_ids: list[str] = []  # of calls whose results have not come
+    open_ids: OrderedDict[str, None] = OrderedDict()  # of calls whose results have not come
     for message in messages:
         if message["role"] in RESULTS:
             given = message.get("tool_call_id")
             if given is None and open_ids:
-                message = {**message, "tool_call_id": open_ids[0]}
-            open_ids = [one for one in open_ids if one != message.get("tool_call_id")]
+                message = {**message, "tool_call_id": next(iter(open_ids))}
+            open_ids.pop(message.get("tool_call_id", ""), None)
         elif calls := message.get("tool_calls"):
             made = [{"id": f"call{len(said):03}{i:02}", **call} for i, call in enumerate(calls)]
             message = {**message, "tool_calls": made}
-            open_ids = [call["id"] for call in made]
+            open_ids = OrderedDict.fromkeys(call["id"] for call in made)
         said.append(message)
     return said
 
@@ -133,22 +134,23 @@ def _joined(chat: list[dict[str, Any]], abilities: TemplateAbilities) -> list[di
 def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with turns of several calls split: one call each, followed by its result."""
     said: list[dict[str, Any]] = []
-    left = list(messages)
+    left = deque(messages)
     while left:
-        message, *left = left
+        message = left.popleft()
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
             said.append(message)
             continue
-        roles = [one["role"] for one in left]
-        n_results = next((i for i, role in enumerate(roles) if role not in RESULTS), len(left))
-        results, left = left[:n_results], left[n_results:]
+        results: dict[str, list[dict[str, Any]]] = {call["id"]: [] for call in calls}
+        others: list[dict[str, Any]] = []
+        while left and left[0]["role"] in RESULTS:
+            result = left.popleft()
+            results.get(result.get("tool_call_id", ""), others).append(result)
         for i, call in enumerate(calls):
             begin = {"role": "assistant", "content": ""} if i else message
             said.append({**begin, "tool_calls": [call]})
-            said += [result for result in results if result.get("tool_call_id") == call["id"]]
-        made = {call["id"] for call in calls}
-        said += [result for result in results if result.get("tool_call_id") not in made]
+            said += results.pop(call["id"], ())
+        said += others
     return said
 
 

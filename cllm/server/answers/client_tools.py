@@ -204,6 +204,7 @@ class ClientTools:
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     _known: dict[str, ClientTool] = field(default_factory=dict)
+    _places: dict[str, int] = field(default_factory=dict)  # in `functions`, by name
 
     def add(self, tools: Iterable[object], where: str = "tools") -> None:
         """Add the tools of a request, or of an item of its input.
@@ -257,11 +258,14 @@ class ClientTools:
         shown = ClientTool(kind, str(name or ""), space)
         if isinstance(name, str):
             function["name"] = shown.flat_name
-        if where.startswith("input"):  # a tool that was found again: the last definition counts
-            others = [f for f in self.functions if f["function"].get("name") != shown.flat_name]
-            self.functions = others
+        made = {"type": "function", "function": function}
+        place = self._places.setdefault(shown.flat_name, len(self.functions))
+        # A tool of the input was found again: its last definition counts.
+        if place < len(self.functions) and where.startswith("input"):
+            self.functions[place] = made
+        else:
+            self.functions.append(made)
         self._known[shown.flat_name] = shown
-        self.functions.append({"type": "function", "function": function})
         return True
 
     def add_anthropic(self, tools: Iterable[Mapping[str, Any]]) -> None:
@@ -336,7 +340,12 @@ class ClientTools:
             mode = given.get("mode", "auto") if isinstance(given, Mapping) else None
             if isinstance(allowed, list) and mode in ("auto", "required"):
                 names = {_name_of(tool) for tool in allowed}
-                kept = [tool for tool in self.functions if tool["function"]["name"] in names]
+                # The engine rejects a tool whose name is no text.
+                kept = [
+                    tool
+                    for tool in self.functions
+                    if not isinstance(name := tool["function"].get("name"), str) or name in names
+                ]
                 return kept, str(mode)
         elif (name := _name_of(choice)) is not None:
             return tools, name

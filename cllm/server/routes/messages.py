@@ -93,6 +93,7 @@ async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
     state = state_of(request)
     engine = state.serving
     call = await chat_call_of(engine, body, sampling_of(body, {}))
+    state.check_messages(len(call.messages))
     call = await call.with_images(state.fetcher)
     rendered = await engine.render_chat(call.messages, **call.options)
     return {"input_tokens": len(rendered.token_ids)}

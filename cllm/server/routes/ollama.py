@@ -7,7 +7,7 @@ the server decides how long a model stays loaded.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -163,6 +163,7 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
     if not body.messages:
         return JSONResponse(form.loaded())
     options = {"tools": client_tools_of(body.tools).choice(None)[0], **_thinking(body.think)}
+    state.check_messages(len(body.messages))
     call = await _call(state, body, _messages(body.messages), options)
     log_request(state, request_id, body.messages)
     observation = state.observation(request, "chat", call.params)
@@ -255,7 +256,7 @@ def _messages(given: Sequence[Any]) -> list[Any]:
     names, or else to the first open call.  Calls are open until the next message with calls.
     """
     messages: list[Any] = []
-    open_calls: deque[tuple[str, object]] = deque()
+    open_calls = _OpenCalls(())
     for i, message in enumerate(given):
         if not isinstance(message, Mapping):
             messages.append(message)  # the engine rejects it
@@ -267,18 +268,39 @@ def _messages(given: Sequence[Any]) -> list[Any]:
             said["reasoning_content"] = message["thinking"]
         if calls := message.get("tool_calls"):
             said["tool_calls"] = _calls(f"messages[{i}].tool_calls", calls, len(messages))
-            open_calls.clear()
-            for call in said["tool_calls"]:
-                open_calls.append((call["id"], call["function"].get("name")))
-        elif message.get("role") == "tool" and open_calls:
+            open_calls = _OpenCalls(said["tool_calls"])
+        elif message.get("role") == "tool":
             name = message.get("tool_name", message.get("name"))
-            wanted = message.get("tool_call_id")
-            by_id = [call for call in open_calls if call[0] == wanted]
-            found = (by_id or [call for call in open_calls if call[1] == name] or open_calls)[0]
-            open_calls.remove(found)
-            said["tool_call_id"] = found[0]
+            found = open_calls.take(message.get("tool_call_id"), name)
+            said.update({} if found is None else {"tool_call_id": found})
         messages.append(said)
     return messages
+
+
+class _OpenCalls:
+    """The calls of a message whose results have not come; each result takes a constant time."""
+
+    def __init__(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        self._ids: dict[int, str] = {n: call["id"] for n, call in enumerate(calls)}
+        self._numbers: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
+        for n, call in enumerate(calls):
+            for key in self._keys(call["id"], call["function"].get("name")):
+                self._numbers[key].append(n)
+
+    def take(self, wanted: object, name: object) -> str | None:
+        """Remove and return the id of the call that a result belongs to; None if no call is open."""
+        for key in self._keys(wanted, name):
+            numbers = self._numbers[key]
+            while numbers:
+                if (found := self._ids.pop(numbers.popleft(), None)) is not None:
+                    return found
+        return None
+
+    @staticmethod
+    def _keys(wanted: object, name: object) -> list[tuple[str, str]]:
+        """Return the ways to find a call: its id, its tool, its place."""
+        given = (("id", wanted), ("name", name), ("place", ""))
+        return [(kind, value) for kind, value in given if isinstance(value, str)]
 
 
 def _with_images(field: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ RESULTS = frozenset(
     ["function_call_output", "custom_tool_call_output", "local_shell_call_output",
      "shell_call_output", "apply_patch_call_output", "tool_search_output", "computer_call_output"]
 )  # fmt: skip
+THOUGHTS = "thoughts"  # texts of reasoning items, joined when the turn is whole
 # Types of items that add no message to the chat.
 DIRECTIVES = frozenset(
     ["additional_tools", "configuration_update", "compaction_trigger", "ghost_snapshot"]
@@ -109,7 +110,9 @@ async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
     """Return the number of tokens of the prompt that the input becomes."""
     state = state_of(request)
     engine = state.serving
-    call = await chat_call_of(body, engine.sampling_defaults).with_images(state.fetcher)
+    call = chat_call_of(body, engine.sampling_defaults)
+    state.check_messages(len(call.messages), "input")
+    call = await call.with_images(state.fetcher)
     rendered = await engine.render_chat(call.messages, **await hinted(engine, call.options))
     return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
@@ -179,6 +182,9 @@ def _messages_of(
         field = f"input[{i}]"
         _add_item(messages, field, item, tools)
         fields += [field] * (len(messages) - len(fields))
+    for message in messages:
+        if thoughts := message.pop(THOUGHTS, None):
+            message["reasoning_content"] = "\n".join(thoughts)
     return messages, fields
 
 
@@ -189,6 +195,7 @@ def _add_item(
     kind = str(item.get("type") or "message")
     if kind == "message":
         role, content = item.get("role"), item.get("content")
+        content = list(content) if isinstance(content, list) else content  # it may be appended to
         last = messages[-1] if messages else {}
         if role == last.get("role") == "assistant" and last["content"] is None:
             last["content"] = content
@@ -199,9 +206,8 @@ def _add_item(
         if not all(isinstance(parts, list) for parts in given):
             raise invalid(f"{field}.content", "must be a list of parts")
         texts = [part.get("text") for part in (*given[0], *given[1]) if isinstance(part, Mapping)]
-        turn = _assistant(messages)
-        said = [turn.get("reasoning_content"), *(text for text in texts if isinstance(text, str))]
-        turn["reasoning_content"] = "\n".join(filter(None, said)) or None
+        said = [text for text in texts if text and isinstance(text, str)]
+        _assistant(messages).setdefault(THOUGHTS, []).extend(said)
     elif kind in CALLS:
         call = tools.call(_call_id(item), CALLS[kind], item)
         _assistant(messages).setdefault("tool_calls", []).append(call)
@@ -211,9 +217,9 @@ def _add_item(
         messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
     elif kind not in DIRECTIVES:  # an item that only a provider knows, such as its own tool's call
         turn = _assistant(messages)
-        before = turn["content"]
-        before = before if isinstance(before, list) else [] if before is None else [before]
-        turn["content"] = [*before, item]
+        if not isinstance(turn["content"], list):
+            turn["content"] = [] if turn["content"] is None else [turn["content"]]
+        turn["content"].append(item)
 
 
 def _call_id(item: Mapping[str, Any]) -> object:

@@ -117,6 +117,7 @@ async def apply_template(body: ChatBody, request: Request) -> dict[str, str]:
     """Return the prompt that the chat template makes of messages, without an answer."""
     state = state_of(request)
     engine = state.serving
+    state.check_messages(len(body.messages))
     messages = await state.fetcher.with_images(messages_of(body.messages))
     rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
     return {"prompt": rendered.text}
