@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
     """Reason for the end of a request.
 
     `STOP`: an end-of-generation token, a stop token or a stop string.  `LENGTH`: `max_tokens` or a full
-    context.  `TOOL_CALLS`: as `STOP`, after a tool call.  `ERROR`: the request failed; its stream raises.
+    context.  `TOOL_CALLS`: as `STOP`, after whole tool calls.  `ERROR`: the request failed; its stream raises.
     """
 
     STOP = "stop"

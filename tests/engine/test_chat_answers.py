@@ -139,6 +139,31 @@ async def test_what_is_cut_off_loses_no_text_and_makes_no_half_a_call(
     assert "".join(shown.split()) in ("".join(left.split()), "".join(written.split()))
 
 
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ('{"city": "' + "x" * 400 + 'STOP', "stop"),
+        ('{"city": "' + "x" * 400 + "end of the answer", "stop"),
+        ('{"city": "' + "x" * 400 + '"} and no end', "tool_calls"),
+        ('{"city": "' + "x" * 400 + '"}', "tool_calls"),
+        ('{"city": "' + "x" * 400 + '"}}', "tool_calls"),
+        ('{"city": "' + "x" * 400 + '"}}\n</tool_call>', "tool_calls"),
+        ('{"city": "Oslo"}}\n</tool_call>\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
+         + "x" * 400 + "STOP", "stop"),
+    ],
+    ids=["stop string", "end", "other text", "no end", "no marker", "whole", "the second of two"],
+)  # fmt: skip
+async def test_a_long_call_that_was_cut_off_is_no_reason_to_call_a_tool(
+    written: str, reason: str, anyio_backend: str
+) -> None:
+    answer = '<tool_call>\n{"name": "get_weather", "arguments": ' + written
+    async with FakeEngine({"weather": answer}) as engine:
+        completion = await engine.chat(ASK, tools=[WEATHER], stop=["STOP"])
+    assert completion.finish_reason == reason
+    assert completion.tool_calls
+    assert (completion.stop_reason == "STOP") == ("STOP" in written)
+
+
 async def test_a_stream_that_is_cancelled_inside_of_a_call_says_what_there_was(
     anyio_backend: str,
 ) -> None:

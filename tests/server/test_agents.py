@@ -568,6 +568,35 @@ def test_the_end_of_a_call_stays_in_its_block() -> None:
     ]  # fmt: skip
 
 
+async def test_a_call_that_a_stop_string_cut_off_is_no_call_in_any_form() -> None:
+    """A runner of tools would call the tool with arguments that are no JSON."""
+    answer = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "' + "x" * 400 + "STOP"
+    asked = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": RESPONSES_TOOL | {"type": "function"}}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": asked, "tools": tools, "stop": ["STOP"]},
+        "/v1/messages": {
+            "messages": asked, "max_tokens": 900, "stop_sequences": ["STOP"],
+            "tools": [{"name": "get_weather", "input_schema": RESPONSES_TOOL["parameters"]}],
+        },
+        "/v1/responses": {"input": "x", "tools": [RESPONSES_TOOL]},
+    }  # fmt: skip
+    async with FakeEngine({"": answer}) as engine:
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            said = {path: (await http.post(path, json=body)) for path, body in bodies.items()}
+            streamed = await http.post(
+                "/v1/responses", json=bodies["/v1/responses"] | {"stream": True}
+            )
+    assert said["/v1/chat/completions"].json()["choices"][0]["finish_reason"] == "stop"
+    message = said["/v1/messages"].json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
+    (item,) = said["/v1/responses"].json()["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+    (done,) = [e for name, e in events_of(streamed) if name == "response.output_item.done"]
+    assert done["item"]["status"] == "incomplete"
+
+
 async def test_a_call_that_is_cut_off_is_told_of_as_such() -> None:
     cut = FakeAnswer(tool_calls=[("get_weather", '{"city": "' + "x" * 400 + '"}')])
     async with FakeEngine({"": cut}) as engine:

@@ -58,6 +58,8 @@ class OutputParser:
     ----------
     n_calls : int
         Number of calls that have begun, including one that is held back.
+    n_ended : int
+        Number of calls that have come to their end; a call that was reported in part may have none.
     is_reasoning : bool
         True while reasoning is read; always False for a format with a `turn`.
     """
@@ -83,6 +85,7 @@ class OutputParser:
         self._space = self._reasoning_space = ""
         self._has_content = self._has_reasoning = self._follows_marker = False
         self.n_calls: int = 0
+        self.n_ended: int = 0
         self.is_reasoning: bool = False
         self._steps = self._turn() if output_format.turn is not None else self._channels()
         self._is_over = False
@@ -285,6 +288,7 @@ class OutputParser:
     def end(self) -> None:
         """See `CallSink`."""
         self._release()
+        self.n_ended += 1
         self._mark = self._reader.at
 
     def _release(self) -> None:

@@ -5,6 +5,7 @@ Event loop only: the inference thread sends one text, which is split here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -50,11 +51,14 @@ class OutputChannels:
         return self._told(delta, told)
 
     def finish(self, delta: TokenDelta, completion: Completion) -> tuple[TokenDelta, Completion]:
-        """Return the last delta and the completion, both split; with calls, "stop" becomes "tool_calls"."""
+        """Return the last delta and the completion, both split.
+
+        With whole calls, "stop" becomes "tool_calls".
+        """
         delta = self.split(delta)
         rest = self._told(delta, self._parser.finish())
         reason = completion.finish_reason
-        if reason is FinishReason.STOP and self._calls:
+        if reason is FinishReason.STOP and self._calls and self._are_whole():
             reason = FinishReason.TOOL_CALLS
         last = replace(
             rest,
@@ -72,6 +76,11 @@ class OutputChannels:
             usage=replace(completion.usage, n_reasoning=self._n_reasoning),
         )
         return last, whole
+
+    def _are_whole(self) -> bool:
+        """True if no call was cut off: each has ended, or only a marker after its arguments is missing."""
+        parser = self._parser
+        return parser.n_ended == parser.n_calls or all(call.is_json for call in self._calls)
 
     def _told(self, delta: TokenDelta, told: ParsedText) -> TokenDelta:
         self._note(told)
@@ -94,6 +103,14 @@ class _Call:
     def __init__(self, first: ToolCallDelta) -> None:
         self._first = first
         self.arguments: list[str] = []
+
+    @property
+    def is_json(self) -> bool:
+        """True if the arguments are a JSON object."""
+        try:
+            return isinstance(json.loads("".join(self.arguments)), dict)
+        except (ValueError, RecursionError):
+            return False
 
     def whole(self) -> ToolCall:
         assert self._first.id is not None

@@ -369,6 +369,8 @@ class ResponseForm(AnswerForm):
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": self._id(block), "status": status}
         if block.kind == CALL:
+            if status == "completed" and block.text and object_of(block.text) is None:
+                head["status"] = "incomplete"  # cut off by a stop string, or by the model itself
             return {**head, "call_id": block.id, **_called(self._tool(block), block.text)}
         content = [_part(block.kind, block.text)]
         if block.kind == REASONING:
