@@ -303,6 +303,8 @@ class _FakeBackend:
         )
 
     def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:
+        if request.deadline == request.submitted_at:  # expired, perhaps before its prompt was read
+            return _ScriptedSampler([])
         prompt = _text_of(self._vocabulary, request)
         answers = self._answers
         answer: Answer

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import LONG
+from cllm.testing import FakeEngine
+from tests.server.conftest import LONG, client_of
 
 CHAT = [{"role": "user", "content": LONG}]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -35,6 +36,16 @@ def test_a_continuation_that_is_not_scored_in_time_is_an_error(client: httpx.Cli
 def test_a_stream_without_a_token_ends_with_an_error(client: httpx.Client, route: str) -> None:
     response = client.post(route, json={**ROUTES[route], "timeout": 0, "stream": True})
     assert "deadline of the request passed" in response.text
+    ends = ('"finish_reason":"length"', '"stop_reason":"deadline"', '"stop":true')
+    assert not any(end in response.text.replace(" ", "") for end in ends)
+
+
+@pytest.mark.anyio
+async def test_a_chat_that_expires_before_it_is_read_needs_no_scripted_answer() -> None:
+    async with FakeEngine({"weather": "Sunny."}) as engine, client_of(engine) as http:
+        body = {"messages": [{"role": "user", "content": "weather"}], "timeout": 0}
+        response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 408, response.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
