@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
@@ -555,6 +557,57 @@ async def test_calls_have_ids_of_their_own_whatever_the_request_is_called() -> N
         ]
     ids = [answer["choices"][0]["message"]["tool_calls"][0]["id"] for answer in answers]
     assert len(set(ids)) == 2
+
+
+async def test_no_id_of_a_request_is_that_of_anothers_second_answer() -> None:
+    """An output of the first request has an id that no client can send."""
+    answers = []
+
+    async def ask(http: httpx.AsyncClient, path: str, request_id: str, **body: Any) -> None:
+        headers = {"X-Request-ID": request_id}
+        answers.append((await http.post(path, json=body, headers=headers)).status_code)
+
+    async with client() as http, anyio.create_task_group() as group:
+        for request_id in ("a", "a-0-1", "a-1-0", "a-1"):
+            messages = {"messages": [ASK], "n": 2 if request_id == "a" else 1}
+            group.start_soon(partial(ask, http, "/v1/chat/completions", request_id, **messages))
+            prompts = {"prompt": ["weather"] * (2 if request_id == "a" else 1)}
+            group.start_soon(partial(ask, http, "/v1/completions", request_id + ".c", **prompts))
+    assert answers == [200] * 8
+
+
+async def test_whole_and_streamed_answers_have_texts_and_calls_in_the_same_order() -> None:
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    answer = f"First.{call}\nThen.{call}Last."
+    async with FakeEngine({"": answer}) as engine:
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            bodies: dict[str, dict[str, Any]] = {
+                "/v1/responses": {"input": "x", "tools": [RESPONSES_TOOL]},
+                "/v1/messages": {"messages": [ASK], "max_tokens": 900, "tools": [MESSAGES_TOOL]},
+            }
+            for path, body in bodies.items():
+                whole = (await http.post(path, json=body)).json()
+                events = events_of(await http.post(path, json={**body, "stream": True}))
+                if path == "/v1/responses":
+                    kinds = [item["type"] for item in whole["output"]]
+                    streamed = [item["type"] for item in events[-1][1]["response"]["output"]]
+                    assert kinds == [
+                        "message",
+                        "function_call",
+                        "message",
+                        "function_call",
+                        "message",
+                    ]
+                else:
+                    kinds = [block["type"] for block in whole["content"]]
+                    streamed = [
+                        event["content_block"]["type"]
+                        for name, event in events
+                        if name == "content_block_start"
+                    ]
+                    assert kinds == ["text", "tool_use", "text", "tool_use", "text"]
+                assert kinds == streamed
 
 
 def test_the_end_of_a_call_stays_in_its_block() -> None:

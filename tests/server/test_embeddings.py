@@ -165,6 +165,15 @@ def test_documents_come_in_the_order_of_their_scores(reranker: Server, path: str
 def test_tei_has_a_form_of_its_own(reranker: Server) -> None:
     rows = post(reranker, "/rerank", query="fox", texts=TEXTS, return_text=True).json()
     assert [set(row) for row in rows] == [{"index", "score", "text"}] * 3
+    # As clients send all of its fields; and those of Cohere and Jina.
+    more = {"raw_scores": False, "truncation_direction": "Right", "truncate": True}
+    assert (
+        post(reranker, "/rerank", query="fox", texts=TEXTS, return_text=True, **more).json() == rows
+    )
+    others = {"max_tokens_per_doc": 4096, "truncation": True, "documents": ["x y " * 1500]}
+    assert post(reranker, "/v1/rerank", query="fox", **others).status_code == 200
+    wrong = post(reranker, "/rerank", query="fox", texts=TEXTS, raw_scores=True)
+    assert refusal_of(wrong)["param"] == "raw_scores"
 
 
 @pytest.mark.parametrize(

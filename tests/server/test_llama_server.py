@@ -122,6 +122,20 @@ async def test_an_output_ends_before_a_line_that_is_indented_less(http: httpx.As
         assert last["stop_type"] == "limit"
 
 
+async def test_tokens_and_probabilities_are_those_of_the_text(http: httpx.AsyncClient) -> None:
+    """The engine generates some more until an output that is over is cancelled."""
+    body = {"prompt": "go", "return_tokens": True, "n_probs": 1}
+    cut = (await http.post("/completion", json={**body, "n_indent": 4})).json()
+    streamed = await http.post("/completion", json={**body, "n_indent": 4, "stream": True})
+    parts = [json.loads(line[6:]) for line in streamed.text.splitlines() if line]
+    assert cut["tokens"] == [token for part in parts for token in part["tokens"]]
+    n = len("def f():\n    a\n    b\n") + 1  # and the token that shows the end
+    assert [len(cut[name]) for name in ("tokens", "completion_probabilities")] == [n, n]
+    assert cut["tokens_predicted"] == n
+    none = (await http.post("/completion", json={**body, "n_predict": 0})).json()
+    assert [none[name] for name in ("tokens", "completion_probabilities")] == [[], []]
+
+
 def test_an_output_ends_with_a_line_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 5.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -252,6 +252,9 @@ async def test_vectors_have_length_one(http: httpx.AsyncClient) -> None:
     assert len(vector) == 2
     assert (await whole(http, "/api/embeddings", prompt="a"))["embedding"] == said["embeddings"][0]
     assert (await whole(http, "/api/embeddings"))["embedding"] == []
+    nothings: tuple[Any, ...] = ("", [])  # clients load a model with it
+    for nothing in nothings:
+        assert (await whole(http, "/api/embed", input=nothing))["embeddings"] == []
 
 
 async def test_the_model_is_described(http: httpx.AsyncClient) -> None:

@@ -11,13 +11,10 @@ from typing import Any
 from starlette.responses import Response
 
 from cllm import (
-    Completion,
     Engine,
     InvalidRequestError,
     SamplingParams,
-    TokenDelta,
     TokenStream,
-    ToolCallDelta,
 )
 from cllm.log_once import log_once
 from cllm.server.answers.answer import AnswerForm, answer
@@ -85,7 +82,7 @@ class ChatCall:
             **self.scheduling,
             **self.options,
         )
-        return [first, *(first.again(i, f"{request_id}-0-{i}") for i in range(1, n))]
+        return [first, *(first.again(i, f"{request_id}/0-{i}") for i in range(1, n))]
 
 
 def answer_chat(
@@ -114,15 +111,6 @@ def answer_chat(
         is_streamed=is_streamed,
         problem=call.problem_of,
     )
-
-
-def as_delta(completion: Completion) -> TokenDelta:
-    """Return the text, the reasoning and the tool calls of a completion as one delta, without tokens."""
-    calls = [
-        ToolCallDelta(i, call.id, call.name, call.arguments)
-        for i, call in enumerate(completion.tool_calls)
-    ]
-    return TokenDelta(completion.text, (), reasoning=completion.reasoning, tool_calls=tuple(calls))
 
 
 async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:

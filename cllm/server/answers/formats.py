@@ -161,6 +161,8 @@ class CompletionForm(_OpenAIForm):
                 behind = () if self._is_prompt_only else completion.logprobs or ()
                 logprobs = (*completion.prompt_logprobs, *behind)
             reason = finish_reason_of(completion.finish_reason)
+            if self._is_prompt_only and reason is not None:  # whatever its hidden token was
+                reason = "length"
             n_prompt = len(completion.prompt_logprobs or ())
             choice = self._choice(i, text, logprobs, reason, n_prompt)
             choices.append({**choice, **deadline_of(completion.finish_reason)})

@@ -45,6 +45,8 @@ def translated(data: Mapping[str, Any], known: Mapping[str, object]) -> dict[str
         said["logit_bias"] = {str(token): value for token, value in bias}
     if said.get("reasoning_effort") in ("", "default"):
         del said["reasoning_effort"]
+    if "truncate" in known and isinstance(said.get("truncation"), bool):  # Jina's name
+        said.setdefault("truncate", said.pop("truncation"))
     if "reasoning_effort" in known:
         _thinking(said, known)
     return said

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import anyio.to_thread
 import numpy as np
@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from cllm import Embeddings, InvalidRequestError, Ranked
 from cllm.server.bodies.fields import Flag, Integer, Number, Prompts, Text
-from cllm.server.bodies.schemas import Body
+from cllm.server.bodies.schemas import HARMLESS, NEUTRAL, Body
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import invalid
 from cllm.server.http.replies import Reply, Writer
@@ -34,6 +34,12 @@ INT16_LIKE = 32760.0  # llama-server's `embd_normalize: 0`: the largest number b
 
 
 class _TextsBody(Body):
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"max_tokens_per_doc"}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = NEUTRAL | {
+        "raw_scores": (False,),
+        "truncation_direction": ("Right", "right"),
+    }
+
     model: Text | None = None
     truncate: Flag = Field(
         False, description="Cut texts that are too long, instead of refusing them"

@@ -193,9 +193,9 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
                 lora=lora,
                 parse_special=True,
                 **body.turn,
-                request_id=f"{engine_id}-{number}" if number else engine_id,
+                request_id=f"{engine_id}/{number}" if number else engine_id,
             )
-            streams += [first, *(first.again(i, f"{engine_id}-{number + i}") for i in range(1, n))]
+            streams += [first, *(first.again(i, f"{engine_id}/{number + i}") for i in range(1, n))]
         return streams
 
     given = [prompt for prompt in prompts for _ in range(n)]
@@ -286,15 +286,18 @@ class OutputForm(AnswerForm):
         """Return the answer for one output, without the parts already streamed."""
         output = self._lines[index]
         is_streamed = self._body.stream
-        text = output.text if output.is_over else "" if self._is_prompt_only else done.text
-        tokens = done.token_ids if self._body.return_tokens and not is_streamed else ()
-        n_output = 0 if self._is_prompt_only else done.usage.n_output
+        text, n_output = done.text, done.usage.n_output
+        if self._is_prompt_only:
+            text, n_output = "", 0
+        elif output.is_over:  # some more tokens came until it was cancelled
+            text, n_output = output.text, output.n_tokens
+        returns_tokens = self._body.return_tokens and not is_streamed
         has_stopped = done.finish_reason is FinishReason.STOP and not output.is_over
         by_word = has_stopped and isinstance(done.stop_reason, str)
         answer: dict[str, Any] = {
             "index": index,
             "content": "" if is_streamed else text,
-            "tokens": () if self._is_prompt_only else tokens,
+            "tokens": done.token_ids[:n_output] if returns_tokens else (),
             "id_slot": NO_SLOT,
             "stop": True,
             "model": self._model_name,
@@ -311,7 +314,7 @@ class OutputForm(AnswerForm):
             "timings": _timings(done, n_output),
         }
         if done.logprobs is not None and not is_streamed:
-            answer["completion_probabilities"] = _probabilities(done.logprobs)
+            answer["completion_probabilities"] = _probabilities(done.logprobs[:n_output])
         paths = self._body.response_fields
         return answer if paths is None else _picked(answer, paths)
 

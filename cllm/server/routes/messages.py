@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
 from cllm.engine import media_parts
 from cllm.server.answers.answer import AnswerForm
-from cllm.server.answers.chat_call import ChatCall, answer_chat, as_delta, hinted
+from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted
 from cllm.server.answers.client_tools import ClientTools
 from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.bodies.fields import Flag, Integer, Number, Text, Texts
@@ -239,6 +239,7 @@ class MessageForm(AnswerForm):
     """The Messages API's message, and the events that build it."""
 
     prompt_field = "messages"
+    reads_deltas = True  # they have the order of texts and calls
 
     def __init__(self, request_id: str, model: str) -> None:
         self._head = {
@@ -287,7 +288,6 @@ class MessageForm(AnswerForm):
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """See `AnswerForm`."""
         (completion,) = done
-        list(self._blocks.steps(as_delta(completion)))
         content = [_block(block) for block in self._blocks.done]
         usage = _usage(completion)
         return {**self._head, "content": content, **_stop(completion), "usage": usage}

@@ -420,8 +420,11 @@ def _now() -> str:
 # --- Vectors ---------------------------------------------------------------------------------
 @router.post("/embed", summary="The vectors of texts, as Ollama has it")
 async def embed(body: OllamaEmbedBody, request: Request) -> Response:
-    """Return one vector of length 1 for each text."""
+    """Return one vector of length 1 for each text; without texts, say that the model is loaded."""
     state = state_of(request)
+    if not body.input:
+        state.serving  # noqa: B018  # raises an error if there is no model
+        return JSONResponse({"model": body.model, "embeddings": [], **LOADING})
     texts = several_texts(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:

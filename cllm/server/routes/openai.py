@@ -119,9 +119,9 @@ async def completions(body: CompletionBody, request: Request) -> Response:
                 lora=lora,
                 parse_special=body.parse_special,
                 **body.turn,
-                request_id=f"{engine_id}-{number}-0" if number else engine_id,
+                request_id=f"{engine_id}/{number}-0" if number else engine_id,
             )
-            streams += [first, *(first.again(i, f"{engine_id}-{number}-{i}") for i in range(1, n))]
+            streams += [first, *(first.again(i, f"{engine_id}/{number}-{i}") for i in range(1, n))]
         return streams
 
     log_request(state, request_id, body.prompt)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta
 from cllm.server.answers.answer import AnswerForm
-from cllm.server.answers.chat_call import ChatCall, answer_chat, as_delta, hinted
+from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted
 from cllm.server.answers.client_tools import (
     CUSTOM,
     FUNCTION,
@@ -238,6 +238,7 @@ class ResponseForm(AnswerForm):
     """The Responses API's response object, and the events that build it."""
 
     prompt_field = "input"
+    reads_deltas = True  # they have the order of texts and calls
     tells_overflows = True  # only this event makes Codex compact its history
 
     def __init__(self, request_id: str, model: str, body: ResponsesBody) -> None:
@@ -304,8 +305,6 @@ class ResponseForm(AnswerForm):
         """See `AnswerForm`."""
         (completion,) = done
         blocks = self._blocks
-        if not self._has_begun:  # not streamed
-            list(blocks.steps(as_delta(completion)))
         is_complete = completion.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
         status = "completed" if is_complete else "incomplete"
         items = [self._item(block, "completed") for block in blocks.done]
