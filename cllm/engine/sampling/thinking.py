@@ -134,6 +134,9 @@ class ThinkingConstraint:
     def mask(self) -> Mask | Exception:
         """Return the tokens that may come next, after one was rejected; a thought must then end."""
         if self._state is _State.THINKING:
+            left = self._missing()
+            if left and (mask := self.family.going_on(left, self._spelling)).any():
+                return mask
             # The model tried to end the output without an answer: only the thought ends.
             self._state = _State.ENDING
         if self._state is _State.ENDING:
@@ -198,9 +201,22 @@ class ThinkingConstraint:
         budget = self._rules.budget
         if self._state is not _State.THINKING or budget is None or self._n_tokens < budget:
             return
-        if self._n_tokens < budget + MAX_LATE and not _is_whole(self._tail):
+        n_late = self._n_tokens - budget
+        if n_late < MAX_LATE and not _is_whole(self._tail):
+            return
+        if n_late < self._longest and self._missing():
             return
         self._state, self._n_forced = _State.ENDING, 0
+
+    def _missing(self) -> bytes:
+        """Return the rest of the end marker that the thought's last bytes begin; empty if they begin none."""
+        begun = (
+            end[n:]
+            for end in self._rules.ends
+            for n in range(len(end) - 1, 0, -1)
+            if self._tail.endswith(end[:n])
+        )
+        return min(begun, key=len, default=b"")
 
 
 def _is_whole(tail: bytes) -> bool:

@@ -179,6 +179,35 @@ def test_a_budget_does_not_cut_a_character_in_two() -> None:
     assert said.startswith("aé".encode() + bytes(ENDING))
 
 
+@pytest.mark.parametrize("budget", range(3, 12))
+def test_a_budget_does_not_cut_the_end_marker_in_two(budget: int) -> None:
+    """Half of the marker would be text of the thought, before the whole marker."""
+    wanted = b"abc</think>\n\nanswer" + b"x" * 20
+    said = follow(constraint(None, budget=budget), wanted)
+    if budget == 3:  # the marker has not begun
+        assert said.startswith(b"abc" + bytes(ENDING))
+    else:
+        assert said == wanted
+
+
+def test_text_that_only_begins_like_the_end_marker_is_cut_a_little_later() -> None:
+    said = follow(constraint(None, budget=5), b"abc</thank you" + b"x" * 20)
+    assert said.startswith(b"abc</tha" + bytes(ENDING))
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_an_output_that_would_end_inside_the_end_marker_completes_it(n: int) -> None:
+    begun, rest = b"abc" + b"</think>"[:n], b"</think>"[n:]
+    limited = constraint(Digits())
+    assert follow(limited, begun) == begun
+    for byte in rest:
+        (mask,) = limited.family.masks([limited])
+        assert not isinstance(mask, Exception)
+        assert np.flatnonzero(mask).tolist() == [byte]
+        limited.accept(byte)
+    assert limited.allows(ord("5"))
+
+
 def test_closing_closes_what_comes_after_the_thought() -> None:
     inner = Digits()
     constraint(inner).close()
