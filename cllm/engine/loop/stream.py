@@ -22,7 +22,7 @@ from cllm.engine.loop.saved_generation import SavedGeneration
 from cllm.engine.lora import NO_LORA
 from cllm.engine.output import Completion, FinishReason, TokenDelta, TokenLogprob
 from cllm.engine.request import ModelInfo
-from cllm.errors import ClosedError, GenerationError, InvalidRequestError
+from cllm.errors import ClosedError, GenerationError, InvalidArgumentError, InvalidRequestError
 
 MAX_FORKS = 256
 # Number of tokens excluded at one position before the previous token is excluded instead, and the maximum.
@@ -389,7 +389,8 @@ class TokenStream:
                 return delta
             if (delta := await self._present.next()) is None:
                 return None
-            if (ban := self._banned.push(delta)) is None:
+            ban = self._dead_end() if delta.finish_reason is FinishReason.ERROR else None
+            if ban is None and (ban := self._banned.push(delta)) is None:
                 continue
             ended = self._present.completion
             is_cancelled = ended is not None and ended.finish_reason is FinishReason.CANCELLED
@@ -402,6 +403,27 @@ class TokenStream:
                     self._abandon()  # the old request may have ended, and there is no new one
                     raise
         return None
+
+    def _dead_end(self) -> Ban | None:
+        """Return a ban of the token before, if no token is left beside those that are excluded here.
+
+        None for other errors.  A `GenerationError` is raised if the reader already has the token before.
+        """
+        assert self._banned is not None
+        channel, held = self._present, self._banned.held
+        n_tokens = len(self._position) + sum(len(delta.token_ids) for delta in held)
+        if not (
+            channel.call.excluded
+            and n_tokens == len(channel.call.generated)  # nothing was generated since
+            and channel.error is not None
+            and isinstance(channel.error.__cause__, InvalidArgumentError)
+        ):
+            return None
+        if held and held[-1].token_ids:
+            return Ban(held[:-1], held[-1].token_ids[0])
+        limit = "strings that the other settings of the request can avoid in this place"
+        cause = InvalidRequestError("banned_strings", channel.call.params.banned_strings, limit)
+        raise GenerationError.of(self.request_id, cause)
 
     async def _without(self, ban: Ban) -> None:
         """Continue before a banned string, with another token than the one that began it."""

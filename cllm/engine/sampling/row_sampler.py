@@ -23,6 +23,7 @@ from cllm.engine.request import Thinking
 from cllm.engine.sampling.batch_sampler import check_recalled
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SamplingParams, window
+from cllm.errors import InvalidArgumentError
 
 # Samplers that change logits of touched tokens alone, and may come before the one that narrows.
 TOUCHING = ("penalties", "dry")
@@ -115,7 +116,15 @@ class RowSampler:
             ids = ids[allowed[ids]]
         if len(banned):
             ids = np.setdiff1d(ids, banned, assume_unique=True)
-        return self._chain.choose(ids, scan.row[ids])
+        try:
+            return self._chain.choose(ids, scan.row[ids])
+        except InvalidArgumentError:
+            if allowed is None:
+                raise
+            limit = "at least 1 that no bias, no ban and no other sampler excludes"
+            raise InvalidArgumentError(
+                "number of tokens that the constraint allows", 0, limit
+            ) from None
 
     def accept(self, token: int) -> None:
         """Report the finally chosen token."""
