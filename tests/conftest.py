@@ -107,7 +107,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark one event loop of each `one_loop` test `full`, and skip `same_process` tests with --over-process."""
+    """Mark one event loop of each `one_loop` test `exhaustive`, and skip `same_process` tests with --over-process."""
     on_loops: dict[str, list[pytest.Item]] = {}
     for item in items:
         loop = getattr(getattr(item, "callspec", None), "params", {}).get("anyio_backend")
@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             on_loops.setdefault(item.nodeid.replace(loop, ""), []).append(item)
     for name, twins in on_loops.items():
         if len(twins) == 2:
-            twins[zlib.crc32(name.encode()) % 2].add_marker("full")
+            twins[zlib.crc32(name.encode()) % 2].add_marker("exhaustive")
     for item in items if config.getoption("--over-process") else []:
         if (marker := item.get_closest_marker("same_process")) is not None:
             reason = f"needs its engine in this process: {marker.args[0]}"

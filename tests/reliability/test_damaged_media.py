@@ -9,6 +9,7 @@ from tests.reliability.damaged_media import CUT, FLIPPED, FOREIGN, LARGE, SUBJEC
 
 @pytest.mark.full
 @pytest.mark.one_loop
+@pytest.mark.one_loop
 @pytest.mark.timeout(600)  # a process for each file
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", SUBJECTS)

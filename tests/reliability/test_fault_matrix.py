@@ -28,7 +28,7 @@ from tests.reliability.fault_process import ProcessBench
 from tests.reliability.fault_workload import NAMES, Bench
 from tests.reliability.native_faults import Fault, NativeFaults, Outcome, changes, raises, returns
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.one_loop]
 
 # Half of the moments under each event loop; some ten before the last decode, whose number is chance.
 CALLS = {"asyncio": (1, 38), "trio": (13, 42)}

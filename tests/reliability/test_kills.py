@@ -6,7 +6,7 @@ import pytest
 
 from tests.reliability.kills import KINDS, Found, kill, kill_over_http, record_of
 
-pytestmark = [pytest.mark.full, pytest.mark.anyio]
+pytestmark = [pytest.mark.full, pytest.mark.one_loop, pytest.mark.anyio]
 
 
 @pytest.mark.parametrize("kind", KINDS)

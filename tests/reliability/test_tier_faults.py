@@ -17,6 +17,7 @@ FULL = fails(errno.ENOSPC)
 
 
 @pytest.mark.full
+@pytest.mark.one_loop
 @pytest.mark.anyio
 @pytest.mark.parametrize("tier", TIERS)
 async def test_no_fault_of_a_tier_changes_an_answer(tier: str, anyio_backend: str) -> None:
