@@ -23,6 +23,7 @@ FLOAT32_MAX = 3.4028234e38
 # llama.cpp's tokenizers are quadratic in places: 43 s for 600 KB of newlines.
 MAX_TEXT_BYTES = 1 << 20  # limit of one text to tokenize
 MAX_CHAT_BYTES = 4 << 20  # limit of all messages of a chat, as large as a template's output may be
+MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template
 MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
 MAX_THREADS = 512
 MAX_TENANT = 256  # characters of a name

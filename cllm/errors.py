@@ -38,7 +38,6 @@ finish reason, not with an error.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -84,7 +83,7 @@ __all__ = (
 
 
 class CllmError(Exception):
-    """Base of the exceptions that cllm defines.  All can be copied and pickled."""
+    """Base of the exceptions that cllm defines.  All can be copied, also to another process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The constructors of subclasses take other arguments than the message.
@@ -225,8 +224,19 @@ def _beginning(value: object, room: list[int], around: tuple[int, ...] = ()) -> 
     return list(kept.values()) if isinstance(value, list) else tuple(kept.values())
 
 
+def _shown(value: object) -> str:
+    """Return the `repr` of a value, shortened."""
+    try:
+        room = [N_SHOWN]
+        part = _beginning(value, room)
+        shown = repr(part if room[0] >= 0 else value)
+    except (RecursionError, ValueError):  # too deep, too many digits
+        shown = f"a {type(value).__name__}"
+    return shown if len(shown) <= N_SHOWN else shown[: N_SHOWN - 3] + "..."
+
+
 class _FieldError(CllmError, ValueError):
-    """A value out of its limits.  If the value cannot be pickled, its text is pickled instead.
+    """A value out of its limits.  In a copy, a value that is no text and no number is its `repr`.
 
     Attributes
     ----------
@@ -237,25 +247,22 @@ class _FieldError(CllmError, ValueError):
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        try:
-            room = [N_SHOWN]
-            part = _beginning(value, room)
-            shown = repr(part if room[0] >= 0 else value)
-        except (RecursionError, ValueError):  # too deep, too many digits
-            shown = f"a {type(value).__name__}"
-        if len(shown) > N_SHOWN:
-            shown = shown[: N_SHOWN - 3] + "..."
-        super().__init__(f"{field} is {shown}, must be {limit}")
+        super().__init__(f"{field} is {_shown(value)}, must be {limit}")
         self.field = field
         self.value = value
         self.limit = limit
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, attributes = super().__reduce__()
-        try:
-            pickle.dumps(self.value)
-        except Exception:  # a generator, a lock
-            attributes = {**attributes, "value": f"a {type(self.value).__name__}"}
+        if type(self.value) not in (
+            str,
+            bytes,
+            int,
+            float,
+            bool,
+            type(None),
+        ):  # a lock cannot be copied
+            attributes = {**attributes, "value": _shown(self.value)}
         return make, arguments, attributes
 
 

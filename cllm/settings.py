@@ -31,8 +31,8 @@ KEY: Final = "setting"
 ENTRY = re.compile(r"^([\w, ]+?) :[^\n]*\n((?:    [^\n]*\n?)+)", re.MULTILINE)
 END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"`0-9])")
 
-# Settings, statistics and requests contain read-only mappings; Python itself cannot pickle or copy these.
-copyreg.pickle(MappingProxyType, lambda mapping: (read_only, (dict(mapping),)))
+# Python itself cannot copy read-only mappings, which settings, statistics and requests contain.
+copyreg.dispatch_table[MappingProxyType] = lambda mapping: (read_only, (dict(mapping),))
 
 _SETTINGS: dict[type[Any], dict[str, Setting]] = {}
 
@@ -162,6 +162,10 @@ def file_path(name: str, value: object, error: ErrorType) -> object:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or "\0" in text:
         raise error(name, value, "a path: not empty, without NUL characters")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise error(name, value, "a path that the file system can encode") from None
     # Unlike `Path.expanduser`, it raises nothing where there is no such user.
     return os.path.expanduser(text) if text.startswith("~") else value  # noqa: PTH111
 
@@ -196,7 +200,7 @@ def one_of(*names: str) -> Check:
     """Return a check that accepts only these words."""
 
     def check(name: str, value: object, error: ErrorType) -> object:
-        if value not in names:
+        if not isinstance(value, str) or value not in names:
             raise error(name, value, "one of " + ", ".join(names))
         return value
 
@@ -207,7 +211,7 @@ def boolean_or(word: str) -> Check:
     """Return a check that accepts True, False and one word."""
 
     def check(name: str, value: object, error: ErrorType) -> object:
-        if value != word and not isinstance(value, bool):
+        if not (isinstance(value, str) and value == word) and not isinstance(value, bool):
             raise error(name, value, f"True, False or {word!r}")
         return value
 
@@ -216,4 +220,6 @@ def boolean_or(word: str) -> Check:
 
 def or_word(word: str, otherwise: Check) -> Check:
     """Return a check that accepts one word, and the values of another check."""
-    return lambda name, value, error: value if value == word else otherwise(name, value, error)
+    return lambda name, value, error: (
+        value if isinstance(value, str) and value == word else otherwise(name, value, error)
+    )

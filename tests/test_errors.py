@@ -25,7 +25,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "DecodeFailedError": ("llama_decode", 2, "aborted"),
     "_FieldError": ("n", 5, "1 to 4"),
     "InvalidArgumentError": ("n", 5, "1 to 4"),
-    "InvalidRequestError": ("n", {"a": [1]}, "1 to 4"),
+    "InvalidRequestError": ("n", None, "1 to 4"),
     "TooMuchTextError": ("prompt", "a", "less"),
     "PositionError": (1, 2, 4),
     "PromptTooLongError": (9, 8),
@@ -53,10 +53,11 @@ def test_an_error_is_the_same_in_another_process(kind: type[Any]) -> None:
         assert vars(again) == vars(error)
 
 
-def test_an_error_of_a_value_that_cannot_be_pickled_has_its_type() -> None:
+def test_a_copied_error_has_the_text_of_a_value_that_cannot_be_copied() -> None:
     error = errors.InvalidRequestError("prompts", threading.Lock(), "a sequence")
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.value) == (str(error), "a lock")
+    assert str(again) == str(error)
+    assert again.value.startswith("<unlocked _thread.lock object")
 
 
 def test_a_missing_extra_keeps_the_name_of_the_library() -> None:

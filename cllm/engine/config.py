@@ -11,7 +11,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypedDict
 
-from cllm.checks import MAX_THREADS, ErrorType, check_float, check_int, check_tenant, closest
+from cllm.checks import (
+    MAX_TEMPLATE_BYTES,
+    MAX_THREADS,
+    ErrorType,
+    check_float,
+    check_int,
+    check_tenant,
+    closest,
+)
 from cllm.engine.device_settings import (
     N_DEVICES_MAX,
     device_names,
@@ -20,6 +28,7 @@ from cllm.engine.device_settings import (
     processors_of,
     proportions,
 )
+from cllm.engine.file_content import open_regular
 from cllm.engine.lora import MAX_SCALE, LoraInfo, check_lora_name
 from cllm.engine.media import MAX_ROWS
 from cllm.engine.rpc_address import N_SERVERS_MAX, rpc_address
@@ -640,7 +649,11 @@ class EngineConfig:
         if given is None or is_jinja(given):
             return None if given is None else str(given)
         try:
-            return Path(given).read_text(encoding="utf-8")
+            with open_regular(given) as file:
+                text = file.read(MAX_TEMPLATE_BYTES + 1)
+            if len(text) > MAX_TEMPLATE_BYTES:
+                raise ValueError(f"it has more than {MAX_TEMPLATE_BYTES} bytes")
+            return text.decode()
         except (OSError, ValueError) as error:
             limit = f"Jinja, or a file with it ({error})"
             raise InvalidArgumentError("chat_template", str(given), limit) from None

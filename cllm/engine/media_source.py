@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.file_content import open_regular
 from cllm.engine.media_limits import check_n_bytes
 from cllm.errors import InvalidArgumentError, InvalidRequestError
 
@@ -128,7 +129,8 @@ class MediaSource:
             return self.source
         try:
             check_n_bytes(self.kind, self.source.stat().st_size, InvalidRequestError)
-            return self.source.read_bytes()
+            with open_regular(self.source) as file:
+                return file.read()
         except OSError as error:
             reason = f"a file that can be read: {error.strerror}"
             raise InvalidRequestError(self.kind, self.shown, reason) from None

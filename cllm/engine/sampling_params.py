@@ -34,7 +34,10 @@ NO_BIAS: Mapping[int, float] = MappingProxyType({})
 def _token_ids(name: str, given: object, error: ErrorType) -> tuple[int, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise error(name, given, "a sequence of token ids")
-    tokens = tuple(itertools.islice(given, MAX_STOP_TOKENS + 1))  # it may have no end
+    try:
+        tokens = tuple(itertools.islice(given, MAX_STOP_TOKENS + 1))  # it may have no end
+    except TypeError:  # an array without dimensions
+        raise error(name, given, "a sequence of token ids") from None
     if len(tokens) > MAX_STOP_TOKENS:
         n_given = len(given) if isinstance(given, Sized) else f"more than {MAX_STOP_TOKENS}"
         raise error(name, n_given, f"at most {MAX_STOP_TOKENS} token ids in the list")
@@ -59,7 +62,7 @@ def _samplers(name: str, given: object, error: ErrorType) -> tuple[str, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise error(name, given, "a sequence of names")
     for sampler in given:
-        if sampler not in SAMPLERS:
+        if not isinstance(sampler, str) or sampler not in SAMPLERS:
             raise error(name, sampler, f"one of {', '.join(SAMPLERS)}")
     if len(set(given)) < len(given):
         raise error(name, given, "each at most once")

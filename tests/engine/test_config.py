@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from cllm.checks import MAX_TEMPLATE_BYTES
 from cllm.engine.config import EMBEDDED_MODEL, EngineConfig, config_from
-from cllm.errors import InvalidArgumentError
+from cllm.engine.sampling_params import SamplingParams
+from cllm.errors import InvalidArgumentError, InvalidRequestError
 from cllm.processors import usable_processors
 from cllm.testing import FakeEngine
 
@@ -262,3 +267,47 @@ def test_only_flash_attention_reads_quantized_values() -> None:
         EngineConfig(flash_attn=False, type_v="q8_0")
     EngineConfig(flash_attn=False, type_k="q8_0")
     EngineConfig(type_v="q8_0")
+
+
+ODD = {
+    "array": np.array([1, 2]),
+    "empty array": np.array([]),
+    "number of numpy": np.array(3),
+    "surrogate": "\ud800",
+    "NUL": "a\0b",
+    "bytes": b"a",
+    "object": object(),
+    "list": [object()],
+}
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(EngineConfig)])
+@pytest.mark.parametrize("value", ODD.values(), ids=list(ODD))
+def test_no_value_of_any_type_is_an_error_without_its_field(field: str, value: Any) -> None:
+    """A value may be accepted; what is raised names the field."""
+    found = ""
+    try:
+        EngineConfig(**{field: value})
+    except InvalidArgumentError as error:
+        found = str(error)
+    assert not found or field in found
+
+
+@pytest.mark.parametrize("field", [each.name for each in fields(SamplingParams)])
+@pytest.mark.parametrize("value", ODD.values(), ids=list(ODD))
+def test_no_parameter_of_any_type_is_an_error_without_its_field(field: str, value: Any) -> None:
+    found = ""
+    try:
+        SamplingParams(**{field: value})
+    except InvalidRequestError as error:
+        found = str(error)
+    assert not found or field in found
+
+
+def test_a_chat_template_that_never_ends_or_never_begins_is_rejected(tmp_path: Path) -> None:
+    fifo, large = tmp_path / "fifo", tmp_path / "large.jinja"
+    os.mkfifo(fifo)
+    large.write_text("x" * (MAX_TEMPLATE_BYTES + 1))
+    for path in (fifo, large, "/dev/zero", tmp_path):
+        with pytest.raises(InvalidArgumentError, match="chat_template"):
+            EngineConfig(chat_template=path).read_chat_template()

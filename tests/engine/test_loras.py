@@ -308,3 +308,14 @@ def test_a_context_lets_go_of_its_adapters_and_takes_none_of_another_model(
                     pytest.raises(InvalidArgumentError, match="adapter"),
                 ):
                     context.set_loras([(foreign, 1.0)])
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "\ud800", 3, b"a", None])
+async def test_a_path_of_no_file_system_is_rejected_by_name(path: Any) -> None:
+    async with FakeEngine() as engine:
+        with pytest.raises(InvalidRequestError, match="path"):
+            await engine.load_lora("a", path)
+        names: list[Any] = [[], 3, {}]
+        for name in names:
+            with pytest.raises(InvalidRequestError, match="name"):
+                await engine.unload_lora(name)

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from cllm.checks import check_bool
+from cllm.checks import MAX_TEMPLATE_BYTES, check_bool
 from cllm.engine.chat.control_tokens import ControlTokens, Guard, Piece
 from cllm.engine.chat.message_checks import Copier, check_messages, check_tools, with_reasoning
 from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
 from cllm.errors import InvalidRequestError
 
-MAX_TEMPLATE_BYTES = 256 << 10
 MAX_SHOWN = 300
 RENDER_S = 2.0
 MEMORY_BYTES = 512 << 20

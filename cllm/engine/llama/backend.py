@@ -300,6 +300,7 @@ class LlamaBackend:
 
     def check_memory(self, loaded: EngineConfig | None) -> None:
         """See `Backend`."""
+        check_model_file(str(self._config.model_path))
         check_fits(self._config, loaded)
         check_placement(self._config)
 

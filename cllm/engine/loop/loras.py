@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from cllm.checks import check_float
 from cllm.engine.core.commands import LoadLora, UnloadLora
@@ -12,6 +13,7 @@ from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.lora import MAX_SCALE, LoraInfo, LoraUse, check_lora_name, lora_use
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.errors import InvalidRequestError
+from cllm.settings import file_path
 
 
 class LoraRegistry:
@@ -56,8 +58,7 @@ class LoraRegistry:
         """See `Engine.load_lora`."""
         check_lora_name(name, field="name")
         scale = check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
-        if not isinstance(path, str | Path) or not str(path):
-            raise InvalidRequestError("path", path, "a path: not empty, without NUL characters")
+        path = cast(str | Path, file_path("path", path, InvalidRequestError))
         if self._is_fixed:
             limit = "an adapter that the engine was started with: it is deterministic"
             raise InvalidRequestError("name", name, limit)
@@ -75,7 +76,7 @@ class LoraRegistry:
 
     async def unload(self, name: str) -> None:
         """See `Engine.unload_lora`."""
-        if name not in self.loaded:
+        if not isinstance(name, str) or name not in self.loaded:
             raise InvalidRequestError("name", name, "the name of a loaded adapter")
         self._leaving.add(name)
         try:

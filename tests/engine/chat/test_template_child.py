@@ -9,8 +9,9 @@ import threading
 
 import pytest
 
+from cllm.checks import MAX_TEMPLATE_BYTES
 from cllm.engine.chat import chat_template
-from cllm.engine.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, template_child
+from cllm.engine.chat.chat_template import ChatTemplate, template_child
 from cllm.engine.chat.template_child import MAX_TEXT
 from cllm.engine.child_process import JsonChild
 from cllm.errors import ClosedError, InvalidRequestError
