@@ -222,9 +222,42 @@ async def test_a_message_goes_on_from_its_blocks_and_leaves_out_what_changes_eac
         (
             "/v1/responses",
             {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},
-            "input[0].tool_call_id",
+            "input[0].call_id",
         ),
-        ("/v1/responses", {"input": "x", "reasoning": {"effort": "a lot"}}, "reasoning_effort"),
+        ("/v1/responses", {"input": "x", "reasoning": {"effort": "a lot"}}, "reasoning.effort"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"input": []}, "input"),
+        ("/v1/responses", {"input": "x", "text": {"format": "json"}}, "text.format"),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "messages": [ASK], "stop_sequences": [""]},
+            "stop_sequences",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": [ASK],
+                "thinking": {"type": "enabled", "budget_tokens": -3},
+            },
+            "thinking.budget_tokens",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "messages": [ASK], "output_config": {"effort": "a lot"}},
+            "output_config.effort",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "messages": [ASK], "output_config": {"format": "json"}},
+            "output_config.format",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [ASK], "max_completion_tokens": 0},
+            "max_completion_tokens",
+        ),
+        ("/v1/chat/completions", {"messages": [ASK], "max_tokens": 0}, "max_tokens"),
         ("/v1/chat/completions", {"messages": [ASK], "guided_json": {}}, "guided_json"),
     ],
 )
@@ -412,7 +445,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     (
         "/v1/responses",
         {"input": [{"type": "function_call_output", "call_id": [], "output": "x"}]},
-        "input[0].tool_call_id",
+        "input[0].call_id",
     ),
     (
         "/v1/responses",
@@ -422,7 +455,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     (
         "/v1/messages",
         {"messages": [*USED, {"role": "user", "content": [{**BLOCKS, "tool_use_id": {}}]}]},
-        "messages[2].tool_call_id",
+        "messages[2].tool_use_id",
     ),
     ("/v1/messages", {"messages": [ASK], "tool_choice": {"type": []}}, "tool_choice.type"),
     ("/v1/messages", {"messages": [], "system": "Be brief."}, "messages"),

@@ -223,6 +223,9 @@ async def test_images_stand_before_their_message(http: httpx.AsyncClient) -> Non
     response = await http.post("/api/chat", json=wrong)
     assert response.status_code == 400
     assert "messages[0]" in response.json()["error"]
+    thinking = {"model": "m", "messages": [USER], "think": "a lot"}
+    response = await http.post("/api/chat", json=thinking)
+    assert response.json()["error"].startswith("think is")
 
 
 async def test_text_is_filled_in_or_that_is_said_to_be_impossible(

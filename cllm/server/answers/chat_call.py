@@ -45,6 +45,8 @@ class ChatCall:
         Other arguments of `Engine.stream_chat`: `priority`, `tenant`, `timeout`, `lora`, `generated`.
     fields : sequence of str
         Field of the body that each message comes from, for errors; empty: `messages[i]`.
+    names : mapping
+        The client's names of other fields, and of fields of a message (`.tool_call_id`), for errors.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -52,6 +54,7 @@ class ChatCall:
     params: SamplingParams
     scheduling: Mapping[str, Any] = field(default_factory=dict)
     fields: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     async def with_images(self, fetcher: ImageFetcher) -> ChatCall:
         """Return the call with the images at addresses that its messages name; see `ImageFetcher`."""
@@ -68,9 +71,11 @@ class ChatCall:
 
     def _as_said(self, error: InvalidRequestError) -> InvalidRequestError:
         match = re.match(r"messages\[(\d+)\]", error.field)
-        if match is None or int(match[1]) >= len(self.fields):
-            return error
-        name = self.fields[int(match[1])] + error.field[match.end() :]
+        if match is not None and int(match[1]) < len(self.fields):
+            rest = error.field[match.end() :]
+            name = self.fields[int(match[1])] + self.names.get(rest, rest)
+        else:
+            name = self.names.get(error.field, error.field)
         return type(error)(name, error.value, error.limit)
 
     def streams(self, engine: Engine, request_id: str, n: int = 1) -> list[TokenStream]:

@@ -6,12 +6,12 @@ effect here are accepted and ignored (`HARMLESS`, `NEUTRAL`).  Any other name is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from cllm import SamplingOptions, SamplingParams
+from cllm import InvalidRequestError, SamplingOptions, SamplingParams
 from cllm.checks import closest
 from cllm.server.bodies.dialects import translated
 from cllm.server.bodies.fields import (
@@ -372,13 +372,20 @@ class DetokenizeBody(Body):
     tokens: Tokens
 
 
-def sampling_of(body: BaseModel, defaults: SamplingOptions, **changes: Any) -> SamplingParams:
+def sampling_of(
+    body: BaseModel,
+    defaults: SamplingOptions,
+    names: Callable[[str], str] = str,
+    **changes: Any,
+) -> SamplingParams:
     """Return the sampling parameters of a body; missing fields and null have the defaults.
 
     Parameters
     ----------
     defaults : mapping
         Defaults of the model.
+    names : callable
+        Returns the client's name of a parameter, for errors.
     **changes
         Parameters that replace those of the body.
 
@@ -399,7 +406,10 @@ def sampling_of(body: BaseModel, defaults: SamplingOptions, **changes: Any) -> S
             token: float("-inf") if bias is False else bias
             for token, bias in values["logit_bias"].items()
         }
-    return SamplingParams(**values)
+    try:
+        return SamplingParams(**values)
+    except InvalidRequestError as error:
+        raise type(error)(names(error.field), error.value, error.limit) from None
 
 
 def constraint_of(

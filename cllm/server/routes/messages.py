@@ -30,6 +30,11 @@ Event = tuple[str, dict[str, Any]]
 # so that prompts share a cached prefix.
 BILLING = "x-anthropic-billing-header"
 SIGNATURE = "cllm"
+# The client's names of the engine's fields, for errors.
+NAMES = {
+    "stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort", ".tool_call_id": ".tool_use_id",
+}  # fmt: skip
 # Types of a user's blocks that become content of the message.
 USER_BLOCKS = ("text", "image", "document", "search_result")
 
@@ -77,10 +82,15 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     changes |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or ()}
     form = (body.output_config or {}).get("format")
-    if isinstance(form, Mapping):
+    if not isinstance(form, Mapping | None):
+        raise invalid("output_config.format", "must be an object")
+    if form is not None:
         inner = {"type": form.get("type"), "json_schema": form}
         changes |= constraint_of(inner, "output_config.format")
-    call = await chat_call_of(engine, body, sampling_of(body, engine.sampling_defaults, **changes))
+    params = sampling_of(
+        body, engine.sampling_defaults, lambda name: NAMES.get(name, name), **changes
+    )
+    call = await chat_call_of(engine, body, params)
     call = await call.with_images(state.fetcher)
     message = MessageForm(request_id, state.model_name)
     observation = state.observation(request, "chat", call.params)
@@ -144,7 +154,7 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     options = await hinted(engine, options)
     turn = body.turn if isinstance(body, MessagesBody) else {}
     scheduling = {**turn, "lora": loras_of(engine, None, body.model)}
-    return ChatCall(chat, options, params, scheduling, fields=fields)
+    return ChatCall(chat, options, params, scheduling, fields=fields, names=NAMES)
 
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str:

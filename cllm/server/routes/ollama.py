@@ -22,7 +22,6 @@ from cllm import (
     Completion,
     Engine,
     FinishReason,
-    InvalidRequestError,
     ModelInfo,
     SamplingParams,
     TokenDelta,
@@ -216,7 +215,13 @@ async def _call(
 ) -> ChatCall:
     engine = state.serving
     scheduling = {**body.turn, "lora": loras_of(engine, None, body.model.removesuffix(LATEST))}
-    call = ChatCall(messages, await hinted(engine, options), _params(state, body), scheduling)
+    call = ChatCall(
+        messages,
+        await hinted(engine, options),
+        _params(state, body),
+        scheduling,
+        names={"reasoning_effort": "think"},
+    )
     return await call.with_images(state.fetcher)
 
 
@@ -234,12 +239,13 @@ def _params(state: ServerState, body: _AnswerFields) -> SamplingParams:
     given = OllamaOptions() if body.options is None else body.options
     if given.seed is not None:  # Ollama's may be negative, or have 64 bits
         changes["seed"] = None if given.seed < 0 else given.seed % (MAX_SEED + 1)
-    try:
-        return sampling_of(given, state.serving.sampling_defaults, **changes)
-    except InvalidRequestError as error:
-        names = {"max_tokens": "options.num_predict", "json_schema": "format"}
-        field = names.get(error.field, f"options.{error.field}")
-        raise type(error)(field, error.value, error.limit) from None
+    names = {"max_tokens": "options.num_predict", "json_schema": "format"}
+    return sampling_of(
+        given,
+        state.serving.sampling_defaults,
+        lambda name: names.get(name, f"options.{name}"),
+        **changes,
+    )
 
 
 def _thinking(think: bool | str | None) -> dict[str, Any]:

@@ -207,7 +207,8 @@ def _params(
     defaults = state.serving.sampling_defaults
     # As with OpenAI, penalties count all tokens of the output and none of the prompt.
     defaults = {"penalize_prompt": False, "repeat_last_n": -1, **defaults}
-    params = sampling_of(body, defaults, **changes)
+    names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    params = sampling_of(body, defaults, lambda name: names.get(name, name), **changes)
     check_logprobs(state, params)
     return params
 

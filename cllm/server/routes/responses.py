@@ -43,6 +43,11 @@ RESULTS = frozenset(
     ["function_call_output", "custom_tool_call_output", "local_shell_call_output",
      "shell_call_output", "apply_patch_call_output", "tool_search_output", "computer_call_output"]
 )  # fmt: skip
+# The client's names of the engine's fields, for errors.
+NAMES = {
+    "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort",
+    ".tool_call_id": ".call_id",
+}  # fmt: skip
 THOUGHTS = "thoughts"  # texts of reasoning items, joined when the turn is whole
 # Types of items that add no message to the chat.
 DIRECTIVES = frozenset(
@@ -140,7 +145,9 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
         if value is not None
     }
     form = (body.text or {}).get("format")
-    if isinstance(form, Mapping):
+    if not isinstance(form, Mapping | None):
+        raise invalid("text.format", "must be an object")
+    if form is not None:
         kind = form.get("type")
         inner = {"type": kind, "json_schema": form} if kind == "json_schema" else form
         changes.update(constraint_of(inner, "text.format"))
@@ -153,8 +160,9 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning_effort": (body.reasoning or {}).get("effort"),
         },
-        sampling_of(body, defaults, **changes),
+        sampling_of(body, defaults, lambda name: NAMES.get(name, name), **changes),
         fields=fields,
+        names=NAMES,
     )
 
 
