@@ -162,12 +162,18 @@ def file_path(name: str, value: object, error: ErrorType) -> object:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text or "\0" in text:
         raise error(name, value, "a path: not empty, without NUL characters")
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        raise error(name, value, "a path that the file system can encode") from None
     # Unlike `Path.expanduser`, it raises nothing where there is no such user.
     return os.path.expanduser(text) if text.startswith("~") else value  # noqa: PTH111
+
+
+def new_path(name: str, value: object, error: ErrorType) -> object:
+    """Check that a value is a path at which a file can be made; see `file_path`."""
+    path = file_path(name, value, error)
+    try:
+        os.fsencode(path)  # type: ignore[arg-type]  # a path
+    except UnicodeEncodeError:
+        raise error(name, value, "a path that the file system can encode") from None
+    return path
 
 
 def nonblank(name: str, value: object, error: ErrorType) -> object:

@@ -42,6 +42,7 @@ from cllm.settings import (
     check_settings,
     file_path,
     integer,
+    new_path,
     number,
     one_of,
     or_word,
@@ -481,7 +482,7 @@ class EngineConfig:
     swa_full: bool | None = setting(None, boolean, affects=BATCHES | Affects.STATE)
     prefix_cache_tokens: int | None = setting(None, integer(1, 1 << 26), affects=BATCHES)
     prefix_cache_bytes: int | None = setting(None, integer(0, 1 << 50), affects=BATCHES)
-    prefix_cache_dir: str | Path | None = setting(None, file_path)
+    prefix_cache_dir: str | Path | None = setting(None, new_path)
     prefix_cache_dir_bytes: int = setting(8 << 30, integer(1, 1 << 50))
     n_prefill_chunk: int | None = setting(None, integer(1, 1 << 20), affects=BATCHES)
     target_itl_ms: float | None = setting(None, number(0.1, 1e6), affects=BATCHES)
@@ -493,7 +494,7 @@ class EngineConfig:
     process: bool = setting(False, boolean, "--process/--no-process --supervise/--no-supervise")
     hang_timeout_s: float | None = setting(60.0, number(1.0, 1e6), is_optional=True)
     rpc: Sequence[str] = setting((), _rpc_addresses, affects=BATCHES | Affects.STATE)
-    trace: str | Path | None = setting(None, file_path)
+    trace: str | Path | None = setting(None, new_path)
     preflight: bool | Literal["unseen"] = setting(False, boolean_or(UNSEEN))
     rope_scaling: str | None = setting(None, affects=ANSWERS)
     rope_freq_base: float = setting(0.0, affects=ANSWERS)
@@ -581,7 +582,7 @@ class EngineConfig:
         paths: dict[str, Any] = {
             name: str(Path(given).absolute())
             for name, stated in settings_of(EngineConfig).items()
-            if stated.check is file_path and (given := getattr(self, name)) is not None
+            if stated.check in (file_path, new_path) and (given := getattr(self, name)) is not None
         }
         if self.draft_model is not None:
             paths["speculation"] = str(self.draft_model.absolute())

@@ -13,7 +13,7 @@ from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.lora import MAX_SCALE, LoraInfo, LoraUse, check_lora_name, lora_use
 from cllm.engine.thread.worker_thread import WorkerThread, WorkerThreads
 from cllm.errors import InvalidRequestError
-from cllm.settings import file_path
+from cllm.settings import new_path
 
 
 class LoraRegistry:
@@ -58,7 +58,7 @@ class LoraRegistry:
         """See `Engine.load_lora`."""
         check_lora_name(name, field="name")
         scale = check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
-        path = cast(str | Path, file_path("path", path, InvalidRequestError))
+        path = cast(str | Path, new_path("path", path, InvalidRequestError))
         if self._is_fixed:
             limit = "an adapter that the engine was started with: it is deterministic"
             raise InvalidRequestError("name", name, limit)

@@ -109,7 +109,18 @@ def answer(
     engine = state.serving
 
     async def run(writer: Writer) -> Sequence[Completion]:
+        has_tokens = set[int]()
+        expired: list[tuple[int, TokenDelta]] = []  # ends without a token, which may be an error
+
         async def on_delta(index: int, delta: TokenDelta) -> None:
+            if delta.token_ids:
+                has_tokens.add(index)
+            if delta.finish_reason is FinishReason.DEADLINE and index not in has_tokens:
+                expired.append((index, delta))
+            else:
+                await send(index, delta)
+
+        async def send(index: int, delta: TokenDelta) -> None:
             for name, event in form.events(index, delta):
                 if is_streamed:
                     await writer.event(event, name)
@@ -130,6 +141,8 @@ def answer(
                 on_admitted if is_streamed else None,
             )
         form.check(done)
+        for index, delta in expired:
+            await send(index, delta)
         await form.look_up(engine, done)
         return done
 

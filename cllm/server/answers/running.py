@@ -108,17 +108,10 @@ async def run_streams(
     cancels the others and is raised unchanged.
     """
     started = Started(time.time_ns(), time.monotonic())
-    empty: list[tuple[int, TokenDelta]] = []  # ends of outputs that expired without a token
 
     async def read(index: int, stream: TokenStream) -> Completion:
         with observation.of(stream, started) as watch:
-
-            async def on_each(delta: TokenDelta) -> None:
-                if delta.finish_reason is FinishReason.DEADLINE and not watch.n_output:
-                    empty.append((index, delta))
-                elif on_delta is not None:
-                    await on_delta(index, delta)
-
+            on_each = on_delta and partial(on_delta, index)
             watch.completion = await _read(stream, observation.metrics, on_each, watch)
             return watch.completion
 
@@ -128,13 +121,8 @@ async def run_streams(
         if on_admitted is not None:
             await on_admitted()
         if len(streams) == 1:  # needs no task of its own
-            done = [await read(0, streams[0])]
-        else:
-            done = await _all_of([partial(read, i, stream) for i, stream in enumerate(streams)])
-        if on_delta is not None and len(empty) < len(streams):  # or an error follows, and no answer
-            for index, delta in empty:
-                await on_delta(index, delta)
-        return done
+            return [await read(0, streams[0])]
+        return await _all_of([partial(read, i, stream) for i, stream in enumerate(streams)])
 
 
 async def _all_of(calls: Sequence[Callable[[], Awaitable[Completion]]]) -> list[Completion]:
@@ -161,7 +149,7 @@ async def _all_of(calls: Sequence[Callable[[], Awaitable[Completion]]]) -> list[
 async def _read(
     stream: TokenStream,
     metrics: Metrics,
-    on_delta: Callable[[TokenDelta], Awaitable[None]],
+    on_delta: Callable[[TokenDelta], Awaitable[None]] | None,
     watch: Watch,
 ) -> Completion:
     last: float | None = None
@@ -171,9 +159,10 @@ async def _read(
             metrics.gap(now - last)
         last = now
         watch.n_output += len(delta.token_ids)
-        await on_delta(delta)
-        if time.perf_counter() - now > SLOW_WRITE_S:
-            last = None  # the next gap would include the time that the client needed
+        if on_delta is not None:
+            await on_delta(delta)
+            if time.perf_counter() - now > SLOW_WRITE_S:
+                last = None  # the next gap would include the time that the client needed
     return await stream.completion()
 
 
