@@ -110,7 +110,8 @@ class EmbeddingContext(LoraContext):
         self._compute = lib.llama_decode if model.has_decoder else lib.llama_encode
         architecture = model.metadata_value("general.architecture")
         is_causal = model.metadata_value(f"{architecture}.attention.causal") != "false"
-        self.computes_in_pieces: bool = bool(self._memory) and is_causal
+        # llama.cpp gives an encoder such as T5's a memory too, and its file does not say that it is not causal.
+        self.computes_in_pieces: bool = bool(self._memory) and model.has_decoder and is_causal
         self._held: tuple[int, int] | None = None  # seq_id and tokens of a text that may go on
         self._n_vocab = model.vocab.n_tokens
         self.n_batch: int = n_batch

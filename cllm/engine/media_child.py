@@ -55,7 +55,11 @@ def pixels_of(data: bytes) -> tuple[tuple[int, ...], bytes]:
     Image.MAX_IMAGE_PIXELS = None  # `check_size` has the limit
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_size(image.height, image.width)
-        upright = ImageOps.exif_transpose(image)
+        try:
+            upright = ImageOps.exif_transpose(image)
+        except Exception:  # damaged metadata does no harm; damaged pixels raise again
+            image.load()
+            upright = image.copy()
         if upright.mode.startswith("I;16"):  # 16 bits a pixel: `convert` would cut the values off
             upright = upright.point(lambda value: value / 256).convert("L")
         elif "transparency" in upright.info or "A" in upright.getbands():

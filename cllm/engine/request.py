@@ -122,11 +122,6 @@ class GenerationRequest:
     tenant: str = ""
     media: tuple[MediaInput, ...] = ()
 
-    @property
-    def n_media_bytes(self) -> int:
-        """Bytes of its pixels and samples."""
-        return sum(len(media.data) for media in self.media)
-
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:

@@ -67,6 +67,12 @@ def new_embedder(models: Callable[[str], Model]) -> Iterator[NewEmbedder]:
         embedder.close()
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_only_a_decoder_computes_a_text_in_pieces(name: str, new_embedder: NewEmbedder) -> None:
+    """A row of an encoder attends to the rows after it.  llama.cpp gives T5's encoder a memory all the same."""
+    assert new_embedder(name, pooling="mean").computes_in_pieces == ("encoder" not in name)
+
+
 def batch_of(*texts: list[int]) -> Batch:
     batch = Batch(64)
     for seq_id, tokens in enumerate(texts):

@@ -28,6 +28,7 @@ from cllm import (
     QueueFullError,
 )
 from cllm.bindings import Batch, EmbeddingContext, Model
+from cllm.engine.loop.embedding_calls import EmbeddingCalls
 from cllm.errors import DecodeFailedError, NotGenerativeError
 from cllm.testing import FakeEngine
 from cllm.testing.fake_encoder import N_VALUES, vector_of
@@ -320,6 +321,29 @@ async def test_a_model_that_writes_is_asked_for_yes_and_no() -> None:
             yes, no = [(await engine.score(prompt, word)).total for word in ("y", "n")]
             assert each.score == pytest.approx(np.exp(yes) / (np.exp(yes) + np.exp(no)))
             assert each.n_tokens == len(prompt)
+
+
+async def test_the_prompts_of_a_ranking_are_tokenized_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another request waits for one part, and not for all documents."""
+    documents, template = [n * "d" for n in (3, 40, 9, 200, 1, 1, 1)], "{query}{document}"
+    async with FakeEngine(n_ctx=1024) as engine:
+        whole = await engine.rerank("q", documents, template=template)
+        parts, by_parts = list[range](), EmbeddingCalls._by_parts
+
+        async def noted(calls: EmbeddingCalls, sizes: Any, tokenize: Any) -> Any:
+            def tokenized(part: range) -> Any:
+                parts.append(part)
+                return tokenize(part)
+
+            return await by_parts(calls, sizes, tokenized)
+
+        monkeypatch.setattr(EmbeddingCalls, "_by_parts", noted)
+        monkeypatch.setattr("cllm.engine.loop.embedding_calls.N_CHARACTERS", 50)
+        monkeypatch.setattr("cllm.engine.loop.embedding_calls.N_TEXTS", 2)
+        assert await engine.rerank("q", documents, template=template) == whole
+    assert [list(part) for part in parts] == [[0, 1], [2], [3], [4, 5], [6]]
 
 
 # --- llama.cpp -----------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import signal
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,10 @@ from cllm import (
     InvalidArgumentError,
     InvalidRequestError,
     PromptTooLongError,
+    RequestError,
     SavedGeneration,
 )
+from cllm.engine.media_child import pixels_of
 from cllm.engine.media_parts import media_of
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET, examples, on_either_loop
@@ -475,6 +479,48 @@ async def test_a_request_reads_its_images_when_open_requests_hold_few_pixels(
                 await engine.generate("c", max_tokens=1)
             assert done == []
         assert done == ["bb"]
+
+
+@pytest.mark.anyio
+async def test_the_outputs_of_one_request_share_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last would otherwise wait for memory that the first keep until they are read."""
+    monkeypatch.setattr("cllm.engine.loop.media_reader.MAX_OPEN_BYTES", 1)
+    async with FakeEngine(lambda prompt: "b" * 3000, n_ctx=4096, stream_buffer=2) as engine:
+        first = engine.stream(["a", image(1)], max_tokens=40)
+        streams = [first, *(first.again(i, f"again-{i}") for i in range(1, 4))]
+        async with AsyncExitStack() as opened:
+            with anyio.fail_after(60):
+                for stream in streams:
+                    await opened.enter_async_context(stream)
+            assert engine._parts.gate.n_media_bytes == pixels(1).nbytes
+            assert [(await stream.completion()).text for stream in streams] == ["b" * 40] * 4
+        assert engine._parts.gate.n_media_bytes == 0
+
+
+@pytest.mark.anyio
+async def test_a_process_that_cannot_be_started_now_is_no_fault_of_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with FakeEngine() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("cllm.engine.loop.media_reader.subprocess.Popen", fail)
+            with pytest.raises(
+                RequestError, match="cannot be started: Too many open files"
+            ) as caught:
+                await engine.generate(["a", Image(file_of("PNG"))])
+        assert not isinstance(caught.value, InvalidRequestError)
+        await engine.generate(["a", Image(file_of("PNG"))], max_tokens=1)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("exif", [b"junk", b"Exif\0\0junk", b"Exif\0\0II*\0\xff\xff\xff\xff"])
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")  # of Pillow
+def test_damaged_metadata_does_no_harm(kind: str, exif: bytes) -> None:
+    shape, found = pixels_of(file_of(kind, exif=exif))
+    assert (shape, found) == pixels_of(file_of(kind))
 
 
 @pytest.mark.anyio

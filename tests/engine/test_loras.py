@@ -250,10 +250,13 @@ async def test_texts_have_the_adapters_of_who_names_none(
         plain = await engine.embed(["The quick brown fox"])
         await engine.load_lora("b", adapters["b"])
         assert (await engine.embed(["The quick brown fox"]) == plain).all()
+        await engine.load_lora("a", adapters["a"], scale=1.0)
+        loaded = await engine.embed(["The quick brown fox"])
     settings = [("a", adapters["a"], 1.0)]
     async with Engine(model_path, pooling="mean", lora=settings, **OPTIONS) as engine:
         adapted = await engine.embed(["The quick brown fox"])
         assert float((adapted @ plain.T)[0, 0]) < 0.999
+        assert float((adapted @ loaded.T)[0, 0]) > 0.9999, "whenever it was loaded"
         await engine.unload_lora("a")
         assert (await engine.embed(["The quick brown fox"]) == plain).all()
 

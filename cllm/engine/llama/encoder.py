@@ -74,6 +74,7 @@ class LlamaTextEncoder:
         self.n_texts_max: int = min(N_TEXTS_MAX, config.n_ubatch)
         self._context: EmbeddingContext | None = None
         self._batch: Batch | None = None
+        self._applied: LoraSet = ()
         self._so_far = np.empty((0, 0), np.float32)  # the vectors that were computed last
         self._is_aborted = self._is_stopping = False
         self._n_threads = config.compute_threads[1]
@@ -90,7 +91,7 @@ class LlamaTextEncoder:
             self._context = make_embedding_context(
                 self._model, self._config, self._pooling, self._n_threads
             )
-            self._context.set_loras(self._loras.of(self._loras.defaults))
+            self._applied = ()
             self._batch = Batch(self.n_batch)
             self._tell()
 
@@ -106,6 +107,9 @@ class LlamaTextEncoder:
         self.open()
         assert self._context is not None
         assert self._batch is not None
+        if not n_computed and self._applied != (wanted := self._loras.defaults):
+            self._context.set_loras(self._loras.of(wanted))  # one may have been loaded since
+            self._applied = wanted
         self._batch.clear()
         for seq_id, tokens in enumerate(texts):
             self._batch.add(seq_id, list(tokens), n_computed)

@@ -121,7 +121,7 @@ class Dispatcher:
         """Send the request of a channel to the thread; its deltas arrive in the channel."""
         self._inbox.put(AddRequest(channel.request))
         self._channels[channel.request_id] = channel
-        self._gate.hold_media(channel.request.n_media_bytes)
+        self._gate.hold_media(channel.request.media)
 
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
         """Send texts to the thread, and return their pending result."""
@@ -179,7 +179,7 @@ class Dispatcher:
                 case Finished(request_id):
                     channel = self._channels.pop(request_id)
                     channel.finish(event)
-                    self._gate.leave(n_media_bytes=channel.request.n_media_bytes)
+                    self._gate.leave(media=channel.request.media)
                 case Embedded(request_id, vectors, n_values, error):
                     waiting = self._embeddings.pop(request_id)
                     rows = np.frombuffer(vectors, np.float32).reshape(-1, n_values or 1)

@@ -36,6 +36,7 @@ from cllm.engine.loop.request_call import (
     MAX_CHARACTERS_PER_TOKEN,
     Prompt,
     Urgency,
+    check_length,
     check_prompt,
     new_request_id,
 )
@@ -44,6 +45,7 @@ from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import InvalidRequestError
 
 N_TEXTS = 256  # of one request; also the number that is tokenized in one call of the thread
+N_CHARACTERS = 1 << 16  # of texts that are tokenized in one call of the thread: about 0.03 s
 N_AHEAD = 2  # requests of one call that wait on the inference thread
 
 Tokens = tuple[int, ...]
@@ -132,9 +134,16 @@ class EmbeddingCalls:
         """Return the prompt tokens of the query with each document, for a model that writes "yes" or "no"."""
         check_query(query, documents)
         prompt = RankPrompt(template, self._check_serving())
-        return await self._tokenizer.run(
-            lambda: [prompt.tokens(query, document) for document in documents]
-        )
+        n_ctx = self._dispatcher.loaded().n_ctx
+        check_length(query, n_ctx, "query")
+        for i, text in enumerate(documents):
+            check_length(text, n_ctx, f"documents[{i}]")
+
+        def tokenize(part: range) -> list[Tokens]:
+            return [tuple(prompt.tokens(query, documents[i])) for i in part]
+
+        found = await self._by_parts([len(query) + len(text) for text in documents], tokenize)
+        return list(map(list, found))
 
     # --- Steps ---------------------------------------------------------------------------------
     @contextmanager
@@ -193,11 +202,10 @@ class EmbeddingCalls:
         vocabulary = self._check_texts()
         given = [check_prompt(text, f"{field}[{i}]") for i, text in enumerate(texts)]
 
-        def tokenize(first: int) -> list[Tokens]:
-            part = enumerate(given[first : first + N_TEXTS], first)
-            return [_tokens_of(vocabulary, info, f"{field}[{i}]", t, truncate) for i, t in part]
+        def tokenize(part: range) -> list[Tokens]:
+            return [_tokens_of(vocabulary, info, f"{field}[{i}]", given[i], truncate) for i in part]
 
-        return await self._by_parts(len(given), tokenize)
+        return await self._by_parts(list(map(len, given)), tokenize)
 
     async def _pairs(
         self, info: EmbeddingInfo, query: str, documents: Sequence[str], *, truncate: bool
@@ -216,25 +224,36 @@ class EmbeddingCalls:
             prompt = RankPrompt(model.rank_template, vocabulary)
             pair_of = partial(prompt.tokens, query)
 
-        def tokenize(first: int) -> list[Tokens]:
+        def tokenize(part: range) -> list[Tokens]:
             n_most = info.n_tokens_max if truncate else None
             pairs: list[Tokens] = []
-            for i, text in enumerate(texts[first : first + N_TEXTS], first):
-                pairs.append(tuple(pair_of(text, n_most)))
+            for i in part:
+                pairs.append(tuple(pair_of(texts[i], n_most)))
                 if len(pairs[-1]) > info.n_tokens_max:
                     field = "query" if truncate else f"documents[{i}]"
                     raise _too_long(field, f"{len(pairs[-1])} tokens with both", info)
             return pairs
 
-        return await self._by_parts(len(texts), tokenize)
+        return await self._by_parts([len(query) + len(text) for text in texts], tokenize)
 
     async def _by_parts(
-        self, n_texts: int, tokenize: Callable[[int], list[Tokens]]
+        self, sizes: Sequence[int], tokenize: Callable[[range], list[Tokens]]
     ) -> list[Tokens]:
-        """Return the results of `tokenize`, called for `N_TEXTS` texts at a time; other calls run between."""
+        """Return the results of `tokenize`, called for parts of the texts; other calls run between.
+
+        A part has at most `N_TEXTS` texts.  Only a single text has more than `N_CHARACTERS` characters.
+        """
         found: list[Tokens] = []
-        for first in range(0, n_texts, N_TEXTS):
-            found += await self._tokenizer.run(partial(tokenize, first))
+        while len(found) < len(sizes):
+            first = len(found)
+            size = end = 0
+            for end in range(first, min(first + N_TEXTS, len(sizes))):
+                size += sizes[end]
+                if size > N_CHARACTERS and end > first:
+                    break
+            else:
+                end += 1
+            found += await self._tokenizer.run(partial(tokenize, range(first, end)))
         return found
 
     async def _vectors(

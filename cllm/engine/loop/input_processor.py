@@ -52,6 +52,7 @@ class _Draft:
     continuation: Continuation | None
     vocabulary: EngineVocabulary
     submitted_at: float
+    like: Channel | None = None
     tokens: tuple[int, ...] = ()
     media: tuple[MediaInput, ...] = ()
     answer: AnswerFormat | None = None
@@ -104,8 +105,16 @@ class InputProcessor:
         return self._dispatcher.loaded()
 
     # --- Channels ----------------------------------------------------------------------------
-    async def open(self, call: RequestCall, continuation: Continuation | None = None) -> Channel:
-        """Tokenize, check and submit a request; see `TokenStream` for the errors."""
+    async def open(
+        self,
+        call: RequestCall,
+        continuation: Continuation | None = None,
+        like: Channel | None = None,
+    ) -> Channel:
+        """Tokenize, check and submit a request; see `TokenStream` for the errors.
+
+        `like` is the channel of a request with the same prompt, which is then not read again.
+        """
         self._check_serving()
         if not self.model.generates:
             limit = "a model that generates text: this one computes embeddings only"
@@ -114,7 +123,7 @@ class InputProcessor:
             return self._finished(call, continuation)
         self._gate.enter()
         try:
-            channel = await self._prepare(call, continuation)
+            channel = await self._prepare(call, continuation, like=like)
             if self._dispatcher.is_open(call.request_id):
                 raise InvalidRequestError("request_id", call.request_id, "not in use")
             # Nothing is awaited from here on: a submitted request always has its channel.
@@ -173,10 +182,11 @@ class InputProcessor:
         continuation: Continuation | None,
         *,
         is_running: bool = False,
+        like: Channel | None = None,
     ) -> Channel:
         """Return the channel of a request that can be submitted; the caller has entered it in the gate."""
         vocabulary = self._check_serving(draining=is_running)
-        draft = _Draft(call, continuation, vocabulary, time.perf_counter())
+        draft = _Draft(call, continuation, vocabulary, time.perf_counter(), like)
         # A request that expires here is still submitted, and ends like any other that expires.
         with anyio.move_on_after(call.timeout) as scope:
             for visit in (self._check, self._read, self._fit, self._recall, self._constrain):
@@ -201,6 +211,9 @@ class InputProcessor:
             await self.texts.media.check(draft.media, draft.tokens)
             if isinstance(call.prompt, ChatPrompt) and draft.answer is None:
                 draft.answer = await self.texts.answer_format(call.prompt)
+        elif (like := draft.like) is not None:
+            draft.tokens, draft.media = like.request.prompt_token_ids, like.request.media
+            draft.answer = like.answer
         elif isinstance(call.prompt, ChatPrompt):
             draft.tokens, draft.media, draft.answer = await self.texts.chat_tokens(call.prompt)
         else:

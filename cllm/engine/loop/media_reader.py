@@ -23,7 +23,7 @@ from cllm.engine.media import MediaInput, Shape, left_out, n_bytes_of
 from cllm.engine.media_rows import Spans, chunk_content, row_ids
 from cllm.engine.media_source import MediaSource, NamedMedia
 from cllm.engine.request import ModelInfo
-from cllm.errors import InvalidRequestError, MissingExtraError
+from cllm.errors import InvalidRequestError, MissingExtraError, RequestError
 
 DECODE_S = 20.0
 N_LAYOUTS = 1024  # shapes that are remembered
@@ -201,6 +201,8 @@ class Decoding:
         ------
         InvalidRequestError
             The file cannot be read or decoded.
+        RequestError
+            No process can be started now.
         MissingExtraError
             The extra `media` is not installed.
         """
@@ -212,14 +214,21 @@ class Decoding:
             return Decoded.of(source.shape[:2], source.tobytes())
         wanted = "image" if kind == "image" else str(sample_rate)
         command = child_command("cllm.engine.media_child", str(math.ceil(DECODE_S)), wanted)
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=child_environment(),
-            **OWN_GROUP,
-        ) as process:
+        try:
+            started = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=child_environment(),
+                **OWN_GROUP,
+            )
+        except OSError as error:  # not the file's fault: too many open files, too little memory
+            reason = error.strerror or str(error)
+            raise RequestError(
+                f"the process that decodes {name} cannot be started: {reason}"
+            ) from None
+        with started as process:
             self._process = process
             try:
                 if self._is_stopped:  # checked last: `stop` may have been called meanwhile

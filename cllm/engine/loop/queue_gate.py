@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
 
+from cllm.engine.media import MediaInput
 from cllm.errors import QueueFullError
 
 N_TIMES = 64
@@ -21,7 +22,7 @@ class QueueGate:
     ----------
     n_open : int
     n_media_bytes : int
-        Bytes of the pixels and samples of open requests.
+        Bytes of the pixels and samples of open requests; what several share counts once.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class QueueGate:
         self._n_visits = 0
         self.n_open: int = 0
         self.n_media_bytes: int = 0
+        self._n_users: Counter[int] = Counter()  # by the id of the pixels or samples
 
     def enter(self, *, is_known: bool = False) -> None:
         """Take one more request.
@@ -64,18 +66,25 @@ class QueueGate:
             self._since = self._clock()
         self.n_open += 1
 
-    def hold_media(self, n_bytes: int) -> None:
+    def hold_media(self, media: Sequence[MediaInput]) -> None:
         """Count the pixels and samples of a request that has been submitted, until it leaves."""
-        self.n_media_bytes += n_bytes
+        for each in media:
+            self.n_media_bytes += len(each.data) if not self._n_users[id(each.data)] else 0
+            self._n_users[id(each.data)] += 1
 
     def stop(self) -> None:
         """Forget all pixels and samples, and wake the tasks that wait: no request is served any more."""
         self.n_media_bytes = 0
+        self._n_users.clear()
         self.wake()
 
-    def leave(self, *, is_served: bool = True, n_media_bytes: int = 0) -> None:
+    def leave(self, *, is_served: bool = True, media: Sequence[MediaInput] = ()) -> None:
         """Remove a request; with `is_served=False` it does not count for `retry_after_s`."""
-        self.n_media_bytes -= n_media_bytes
+        for each in media:
+            self._n_users[id(each.data)] -= 1
+            if not self._n_users[id(each.data)]:
+                del self._n_users[id(each.data)]
+                self.n_media_bytes -= len(each.data)
         if is_served:
             now = self._clock()
             self._gaps.append(now - self._since)

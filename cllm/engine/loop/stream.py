@@ -58,8 +58,13 @@ class TokenStream:
     """
 
     def __init__(
-        self, call: RequestCall, find_source: FindSource, continues: Continues | None = None
+        self,
+        call: RequestCall,
+        find_source: FindSource,
+        continues: Continues | None = None,
+        first: TokenStream | None = None,
     ) -> None:
+        self._first = first  # has the same prompt, and perhaps its tokens
         self.request_id: str = call.request_id
         self._call = call
         # An engine may get another model before the request is submitted.
@@ -223,6 +228,8 @@ class TokenStream:
     def again(self, index: int, request_id: str) -> TokenStream:
         """Return the stream of another output of the same request; the prompt is not checked once more.
 
+        If this stream is submitted first, its tokens, images and audio are used again.
+
         Parameters
         ----------
         index : int
@@ -244,7 +251,7 @@ class TokenStream:
         seed = self._call.params.seed
         seed = None if seed is None else (seed + index) % (MAX_SEED + 1)
         call = replace(self._call, request_id=request_id, seed=seed)
-        return TokenStream(call, self._find_source)
+        return TokenStream(call, self._find_source, first=self._first or self)
 
     def fork(self, n: int) -> list[TokenStream]:
         """Return more streams that begin with the output read so far; this one continues too.
@@ -470,9 +477,13 @@ class TokenStream:
             try:
                 source = self._find_source()
                 continuation = None if self._continues is None else self._continues(source.model)
-                channel = await source.open(self._call, continuation)
+                first = self._first
+                is_read = first is not None and first._source is source  # by the same model
+                like = first._channel if first is not None and is_read else None
+                channel = await source.open(self._call, continuation, like)
             finally:
                 self._is_submitting = False  # if nothing was submitted, it may be tried again
+            self._first = None
             # Keep the input processor, which does not refer to the engine.
             self._source, self._find_source, self._continues = source, None, None
             self._adopt(channel)

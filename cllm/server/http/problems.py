@@ -23,6 +23,7 @@ from cllm import (
     InvalidRequestError,
     PromptTooLongError,
     QueueFullError,
+    RequestError,
 )
 from cllm.errors import ContextError, LibraryError, LlamaCallError, TooMuchTextError
 
@@ -196,6 +197,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(error.status_code, str(error.detail), headers=headers)
         case RequestValidationError():
             return _of_validation(error)
+        case RequestError() if type(error) is RequestError:  # nothing is wrong with the request
+            return unavailable(str(error))
         case CllmError():
             return Problem(500, str(error))
     return Problem(500, "internal error")
