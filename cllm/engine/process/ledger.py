@@ -26,7 +26,9 @@ from cllm.engine.core.commands import (
     LayoutMedia,
     LoadLora,
     Progressed,
+    Question,
     Read,
+    UnloadLora,
     Withdraw,
 )
 from cllm.engine.embedding import EmbeddingRequest
@@ -202,6 +204,7 @@ class OpenQuestion:
 
     ask: Ask
     n_crashes: int = 0
+    is_asked: bool = False
 
     def failed(self, cause: Exception) -> Answered | None:
         """Return the answer to a question that may have crashed the process; None if such a question cannot."""
@@ -259,6 +262,7 @@ class Ledger:
                 return []
             case Ask(call_id):
                 self._questions[call_id] = OpenQuestion(command)
+                return self._ask() if self._is_up else []
             case Withdraw(call_id):
                 self._questions.pop(call_id, None)
         return [command] if self._is_up else []
@@ -304,7 +308,7 @@ class Ledger:
                     told.append(event)
                 case _:
                     told.append(event)
-        return told, commands
+        return told, [*commands, *self._ask()]
 
     def _whole(self, known: OpenCall, event: Finished | Embedded, now: float) -> Event:
         """Return the last event, with a completion of the output from all processes."""
@@ -348,6 +352,8 @@ class Ledger:
             told.append(guilty.failed(cause, now))
         for known in self._open.values():
             known.on_crash()
+        for question in self._questions.values():
+            question.is_asked = False
         told += self._questions_failed(cause) if is_own else []
         suspects = [r for r in self.requests if r.n_crashes >= N_CRASHES_SUSPECT]
         self._suspects = deque(suspects)
@@ -366,7 +372,30 @@ class Ledger:
     def on_ready(self) -> list[Command]:
         """Handle a new process; return the commands for it."""
         self._is_up = True
-        return [*(question.ask for question in self._questions.values()), *self._next()]
+        return [*self._ask(), *self._next(), *self._ask()]
+
+    def _ask(self) -> list[Command]:
+        """Return the open questions that have not been asked and can be.
+
+        An adapter is freed when no request in the process uses it.  Those that the process does not have at
+        the moment need it too.
+        """
+        due = [
+            question
+            for question in self._questions.values()
+            if not (question.is_asked or self._is_early(question.ask.question))
+        ]
+        for question in due:
+            question.is_asked = True
+        return [question.ask for question in due]
+
+    def _is_early(self, question: Question) -> bool:
+        return isinstance(question, UnloadLora) and any(
+            isinstance(known, OpenRequest)
+            and known.request.lora.uses(question.name)
+            and (self.is_trying or known.is_recalled or not known.is_given)
+            for known in self._open.values()
+        )
 
     def fail_all(self, cause: BaseException, now: float) -> list[Event]:
         """End all requests with an error."""

@@ -27,6 +27,7 @@ from cllm.engine.core.commands import (
     Withdraw,
 )
 from cllm.engine.embedding import EmbeddingRequest
+from cllm.engine.lora import LoraUse
 from cllm.engine.media import MediaInput
 from cllm.engine.output import Completion, FinishReason, Timings, TokenDelta, Usage
 from cllm.engine.process.batch_record import Underway
@@ -423,3 +424,39 @@ def test_a_load_is_repeated_after_somebody_has_killed_the_process() -> None:
     assert ledger.on_ready() == [load]
     assert ledger.on_crash(CRASH, Underway(), 0.0, is_own=False) == []
     assert ledger.on_ready() == [load]
+
+
+def test_an_adapter_is_freed_after_the_requests_that_a_crash_holds_back() -> None:
+    """While suspects are tried, one after another, the process does not know that others need the adapter."""
+    ledger, unload = Ledger(), Ask(9, UnloadLora("a"))
+    assert ledger.on_ready() == []
+    ledger.command(AddRequest(replace(request(1), lora=LoraUse((("a", 1.0),)))))
+    ledger.command(AddRequest(request(2)))
+    assert ledger.command(unload) == [unload]
+    for _ in range(2):
+        ledger.on_crash(CRASH, Underway(("r1", "r2")), 0.0)
+        commands = ledger.on_ready()
+    process, asked = FakeProcess(), list[Command]()
+    while True:
+        asked += [command for command in commands if isinstance(command, Ask)]
+        if asked:
+            break
+        process.obey(commands)
+        process.tick()
+        _, commands = ledger.events(process.take(), 0.0)
+    process.obey(commands)
+    assert not ledger.is_trying
+    assert process.batch == ("r2", "r1"), "both are in the process again"
+    assert asked == [unload]
+
+
+def test_an_adapter_that_no_request_uses_is_freed_whatever_is_tried() -> None:
+    ledger, unload = Ledger(), Ask(9, UnloadLora("a"))
+    ledger.on_ready()
+    for number in (1, 2):
+        ledger.command(AddRequest(request(number)))
+    for _ in range(2):
+        ledger.on_crash(CRASH, Underway(("r1", "r2")), 0.0)
+        ledger.on_ready()
+    assert ledger.is_trying
+    assert ledger.command(unload) == [unload]
