@@ -92,7 +92,11 @@ def cllm_server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
     mark = request.node.get_closest_marker("cllm_server")
     with ExitStack() as owned:
         with _in_one_line("cllm_server"):
-            server = owned.enter_context(fake_server(mark.args[0] if mark and mark.args else []))
+            said = () if mark is None else mark.args
+            rules = inspect.signature(lambda rules=(): rules).bind(
+                *said, **(mark.kwargs if mark else {})
+            )
+            server = owned.enter_context(fake_server(rules.arguments.get("rules", [])))
         yield server
 
 

@@ -183,6 +183,11 @@ def nonblank(name: str, value: object, error: ErrorType) -> object:
     return value
 
 
+def secret(name: str, value: object, error: ErrorType) -> str:
+    """Return a key without the white space around it, such as the line break at the end of a file."""
+    return str(nonblank(name, value, error)).strip()
+
+
 def texts(name: str, value: object, error: ErrorType) -> tuple[str, ...]:
     """Return a sequence of texts as a tuple; a blank text is an error."""
     if isinstance(value, str) or not isinstance(value, Sequence):

@@ -34,7 +34,7 @@ def info(
     try:
         facts = model_facts(path, n_ctx or ())
     except (ModelLoadError, LibraryError) as error:
-        found = file_facts(path, str(error))
+        found = file_facts(path, str(error)) if path.is_file() else None
         if found is None:
             raise
         facts = found

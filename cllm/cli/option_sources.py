@@ -132,6 +132,9 @@ def _misspelt(command: Any, environment: Mapping[str, str]) -> list[tuple[str, s
             continue
         if variable not in known and variable not in OTHERS:
             name = variable.removeprefix(PREFIX)
+            if (positive := PREFIX + name.removeprefix("NO_")) in known:
+                found.append((variable, f"{positive}=off"))
+                continue
             meant = closest(name, (each.removeprefix(PREFIX) for each in known))
             if meant is not None and meant[0] == name[:1] and abs(len(meant) - len(name)) <= 1:
                 found.append((variable, PREFIX + meant))

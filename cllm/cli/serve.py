@@ -6,12 +6,12 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -58,11 +58,15 @@ def serve(
             options["process"] = False
         if config.api_keys is not None:
             keys = read_keys(Path(config.api_keys))
-            options["tenant_weights"] = {
+            weights = {
                 name: limits.weight for name, (_, limits) in keys.items() if limits.weight != 1
             }
+            given = cast(Iterable[tuple[str, float]], engine.given.get("tenant_weights") or ())
+            engine.given["tenant_weights"] = {**weights, **dict(given)}
         make_app: Callable[..., Any] = create_app
         if fake is not None:
+            if engine.given.get("model"):
+                raise typer.BadParameter("it has no model: leave out --model", param_hint="--fake")
             make_app = _app_of_rules(fake)
             config = replace(config, model_name=config.model_name or "fake")
             options["n_ctx"] = N_CTX_FAKE
@@ -81,9 +85,8 @@ def serve(
             raise CllmError(f"cannot listen on {where}: {error.strerror or error}") from None
         with listener:
             if config.is_open_to_the_network:
-                print(
-                    f"cllm: warning: every client that reaches {config.shown_host} may use the model: there is no --api-key",
-                    file=sys.stderr,
+                _warn(
+                    f"every client that reaches {config.shown_host} may use the model: there is no --api-key"
                 )
             name = ", ".join(models) or (settings.model_path if fake is None else fake).name
             is_toy = settings.model is None and fake is None
@@ -97,6 +100,13 @@ def _address(config: Any, listener: socket.socket) -> str:
         return f"unix:{config.uds}"
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://{config.shown_host}:{listener.getsockname()[1]}"
+
+
+def _warn(text: str) -> None:
+    if os.environ.get("CLLM_LOG_FORMAT") == "json":
+        logger.warning("%s", text)
+    else:
+        print(f"cllm: warning: {text}", file=sys.stderr)
 
 
 def _announce(name: str, address: str, is_toy: bool, has_page: bool) -> None:

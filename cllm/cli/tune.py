@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cllm import EngineConfig, InvalidArgumentError
+from cllm.bindings.model import check_model_file
 from cllm.cli.doctor import PlotOption, drawable
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.doctor import save_ratios_plot
@@ -71,6 +72,7 @@ def _measured(config: EngineConfig, seconds: float, console: Console) -> Tuning:
             tried.extend(stage)
             status.update(f"measuring {', '.join(told(each.changes) for each in stage)}")
 
+        check_model_file(str(config.model_path))
         try:
             tuning = Tuner(config).measure(seconds, show)
         except InvalidArgumentError as error:

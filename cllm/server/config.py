@@ -15,6 +15,7 @@ from cllm.settings import (
     integer,
     nonblank,
     number,
+    secret,
     setting,
     texts,
 )
@@ -120,9 +121,9 @@ class ServerConfig:
     ssl_certfile: str | None = setting(None, file_path, is_optional=True)
     ssl_keyfile: str | None = setting(None, file_path, is_optional=True)
     root_path: str | None = setting(None, _root_path)
-    api_key: str | None = setting(None, nonblank, is_secret=True)
+    api_key: str | None = setting(None, secret, is_secret=True)
     api_keys: str | None = setting(None, file_path, is_optional=True)
-    admin_key: str | None = setting(None, nonblank, is_secret=True)
+    admin_key: str | None = setting(None, secret, is_secret=True)
     model_name: str | None = setting(None, nonblank, "--model-name -a --alias")
     image_hosts: tuple[str, ...] = setting((), _host_names, "--image-host")
     allowed_hosts: tuple[str, ...] = setting((), _host_names, "--allowed-host")

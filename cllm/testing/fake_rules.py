@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -73,13 +74,17 @@ class FakeRule:
         found = re.search(self.when, question)
         groups = [] if found is None else [found[0], *(group or "" for group in found.groups())]
 
-        def filled(text: str) -> str:
-            for number, group in enumerate(groups):
-                text = text.replace(f"{{{number}}}", group)
-            return text
+        def filled(text: str, written: Sequence[str]) -> str:
+            # In one pass: a group may contain a placeholder.
+            return re.sub(
+                r"\{(\d+)\}",
+                lambda at: written[int(at[1])] if int(at[1]) < len(written) else at[0],
+                text,
+            )
 
-        calls = [(name, filled(arguments)) for name, arguments in self.calls]
-        return FakeAnswer(filled(self.text), self.reasoning, calls)
+        in_json = [json.dumps(group)[1:-1] for group in groups]
+        calls = [(name, filled(arguments, in_json)) for name, arguments in self.calls]
+        return FakeAnswer(filled(self.text, groups), self.reasoning, calls)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +169,8 @@ class FakeRules:
                 if re.search(rule.when, questions[0]):
                     n_left = self._n_left[number]
                     self._n_left[number] = None if n_left is None else n_left - 1
-                    chosen = Chosen(rule, dict.fromkeys(questions, n))
+                    n_each = Counter(questions)
+                    chosen = Chosen(rule, {each: n * n_each[each] for each in n_each})
                     self._open.append(chosen)
                     return chosen
         return None
@@ -183,12 +189,18 @@ class FakeRules:
             No rule was chosen for it, or all answers were given.
         """
         with self._lock:
-            for chosen in self._open:
-                for question, n in chosen.n_left.items():
-                    if n and (prompt == question or prompt.endswith(question + ASKED)):
-                        chosen.n_left[question] = n - 1
-                        return chosen.rule.answer(question)
-        raise LookupError("no rule is for it")
+            found = [
+                (question, chosen)
+                for chosen in self._open
+                for question, n in chosen.n_left.items()
+                if n and (prompt == question or prompt.endswith(f": {question}{ASKED}"))
+            ]
+            if not found:
+                raise LookupError("no rule is for it")
+            # The end of a question may be the question of another request.
+            question, chosen = max(found, key=lambda each: len(each[0]))
+            chosen.n_left[question] -= 1
+            return chosen.rule.answer(question)
 
 
 def _rule(number: int, given: object) -> FakeRule:

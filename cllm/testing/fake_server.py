@@ -28,6 +28,7 @@ from cllm.server.http.problems import Problem, route_path
 from cllm.server.serving import Server, listen
 from cllm.testing.fake_engine import FakeEngine
 from cllm.testing.fake_rules import FakeRule, FakeRules
+from cllm.testing.fake_vocabulary import FakeVocabulary
 
 QUESTIONS = (
     "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat",
@@ -124,8 +125,16 @@ def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
     prompt = body.get("prompt", "")
     if isinstance(prompt, list) and any(isinstance(part, Mapping) for part in prompt):
         return [_text_of(prompt)], "user", n_answers  # texts and media
-    prompts = prompt if isinstance(prompt, list) else [prompt]
-    return [each if isinstance(each, str) else "" for each in prompts] or [""], "user", n_answers
+    is_several = isinstance(prompt, list) and not any(type(part) is int for part in prompt)
+    return list(map(_prompt_text, prompt if is_several else [prompt])) or [""], "user", n_answers
+
+
+def _prompt_text(prompt: object) -> str:
+    """Return the text of a prompt, or of its token ids; the application rejects others."""
+    known = range(FakeVocabulary().n_tokens)
+    if isinstance(prompt, list) and all(type(token) is int and token in known for token in prompt):
+        return FakeVocabulary().join(prompt).decode("utf-8", "replace")
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
@@ -135,7 +144,7 @@ def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or "", str(message.get("role", "user"))
-    for part in reversed(content):
+    for part in reversed(content) if isinstance(content, list) else ():
         if isinstance(part, Mapping) and part.get("type") == "tool_result":
             return _text_of(part.get("content", "")), "tool"
     return _text_of(content), str(message.get("role", "user"))

@@ -204,11 +204,12 @@ def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     others = ("CLLM_SERVICE_HOST", "CLLM_PORT_8000_TCP_ADDR", "CLLM_SOMETHING_ELSE", "N_CTXX")
-    for variable in (*others, "CLLM_N_CTXX", "CLLM_N_SEQ_MAXX"):
+    for variable in (*others, "CLLM_N_CTXX", "CLLM_N_SEQ_MAXX", "CLLM_NO_PAGE"):
         monkeypatch.setenv(variable, "512")
     monkeypatch.setenv("CLLM_N_SEQ_MAX", "3")
     assert serve() == 0
     assert capsys.readouterr().err.splitlines() == [
+        "cllm: CLLM_NO_PAGE is not an option; did you mean CLLM_PAGE=off?",
         "cllm: CLLM_N_CTXX is not an option; did you mean CLLM_N_CTX?",
         "cllm: CLLM_N_SEQ_MAXX is not an option; did you mean CLLM_N_SEQ_MAX?",
     ]

@@ -52,6 +52,29 @@ def test_the_options_become_settings_of_the_engine(
     assert (engine.process, engine.preflight) == (process, preflight)
 
 
+def test_weights_of_keys_and_of_options_are_both_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[alice]\nkey = 'a'\nweight = 2\n[bob]\nkey = 'b'\nweight = 5\n")
+    options = ["--api-keys", str(keys), "--tenant-weight", "zoe=3", "--tenant-weight", "bob=4"]
+    engine = settings_of(monkeypatch, *options)
+    assert dict(engine.tenant_weights or ()) == {"alice": 2.0, "bob": 4.0, "zoe": 3.0}
+    assert dict(settings_of(monkeypatch, *options[:2]).tenant_weights or ()) == {
+        "alice": 2.0,
+        "bob": 5.0,
+    }
+
+
+def test_rules_and_a_model_exclude_each_other(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text("[]")
+    for models in (["-m", "a=x.gguf", "-m", "b=y.gguf"], ["-m", "x.gguf"]):
+        result = CliRunner().invoke(app, ["--fake", str(rules), *models])
+        assert result.exit_code == 2
+        assert "leave out --model" in result.output
+
+
 def test_there_is_no_process_by_default_where_children_cannot_inherit_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -78,9 +78,11 @@ def test_a_key_that_is_blank_is_none(key: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_key_is_compared_as_the_bytes_that_come() -> None:
-    headers = {b"Authorization": "Bearer clé".encode()}
-    response = await asgi(ServerConfig(api_key="clé"), "GET", "/metrics", headers=headers)
+@pytest.mark.parametrize("key", ["clé", "voilà", "Å", " voilà\n", "key\r\n"])
+async def test_a_key_is_compared_as_the_bytes_that_come(key: str) -> None:
+    """Without the white space around it: files and secrets of Kubernetes end with a line break."""
+    headers = {b"Authorization": f"Bearer {key.strip()}".encode()}
+    response = await asgi(ServerConfig(api_key=key), "GET", "/metrics", headers=headers)
     assert response.status_code == 200
 
 

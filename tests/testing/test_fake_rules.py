@@ -10,7 +10,7 @@ import pytest
 
 from cllm import InvalidArgumentError
 from cllm.testing.fake_engine import FakeAnswer
-from cllm.testing.fake_rules import FakeRules
+from cllm.testing.fake_rules import FakeRule, FakeRules
 
 YAML = """
 rules:
@@ -70,6 +70,26 @@ def test_each_answer_of_a_request_is_of_its_own_rule_whoever_asks_beside_it() ->
     rules.end(second)
     with pytest.raises(LookupError):
         rules.answer("a")
+
+
+def test_a_question_that_ends_like_another_has_an_answer_of_its_own() -> None:
+    rules = FakeRules.of([{"when": "^hello$", "text": "A"}, {"when": "^say hello$", "text": "B"}])
+    assert rules.choose(["hello"]) is not None
+    assert rules.choose(["say hello"]) is not None
+    assert rules.answer("user: say hello\nassistant: ").text == "B"
+    assert rules.answer("user: hello\nassistant: ").text == "A"
+    with pytest.raises(LookupError):
+        rules.answer("user: oh hello\nassistant: ")
+
+
+def test_placeholders_are_filled_in_once_and_as_json_in_arguments() -> None:
+    calls = [{"name": "f", "arguments": {"city": "{1}", "all": "{0}", "none": "{7}"}}]
+    rule = FakeRule(when="in (.*)", text="{1} of {0}, {7}", tool_calls=calls)
+    for city in ('"Paris"', "C:\\x", "{0}", "é\n"[:1]):
+        answer = rule.answer(f"in {city}")
+        assert answer.text == f"{city} of in {city}, {{7}}"
+        ((_, arguments),) = answer.tool_calls
+        assert json.loads(str(arguments)) == {"city": city, "all": f"in {city}", "none": "{7}"}
 
 
 def test_a_mapping_has_whole_questions_and_where_nothing_fits_there_is_no_rule() -> None:

@@ -50,6 +50,24 @@ def test_an_agent_s_loop_is_answered_turn_by_turn(
     assert cllm_server.asked[0].headers["authorization"] == "Bearer none"
 
 
+@pytest.mark.cllm_server(rules=[{"when": "say (.*)", "text": "you said {1}"}, {"text": "Hi!"}])
+def test_rules_may_be_given_by_name_and_prompts_in_any_form(
+    client: openai.OpenAI, cllm_server: FakeServer
+) -> None:
+    prompts: list[Any] = ["say a", ["say a", "say a"], list(b"say b"), [list(b"say c")]]
+    texts = [
+        [choice.text for choice in client.completions.create(model="m", prompt=prompt).choices]
+        for prompt in prompts
+    ]
+    assert texts == [
+        ["you said a"], ["you said a"] * 2, ["you said b"], ["you said c"],
+    ]  # fmt: skip
+    wrongs: list[Any] = [5, True, {}, [5]]
+    for wrong in wrongs:
+        with pytest.raises(openai.BadRequestError):
+            ask(client, {"role": "user", "content": wrong})
+
+
 @pytest.mark.cllm_server([{"times": 1, "status": 429, "retry_after_s": 7}, {"text": "Hello!"}])
 def test_an_error_comes_as_often_as_a_rule_says(client: openai.OpenAI) -> None:
     with pytest.raises(openai.RateLimitError) as caught:

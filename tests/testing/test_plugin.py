@@ -210,9 +210,12 @@ def test_a_marker_that_cannot_be_followed_is_an_error_that_names_what_is_wrong(
 
     @pytest.mark.cllm_server([{"txt": "a"}])
     def test_rules(cllm_server): pass
+
+    @pytest.mark.cllm_server(rule=[])
+    def test_name(cllm_server): pass
     """
     result = run(suite, dedent(source), "-rN")
-    check(result, errors=6)
+    check(result, errors=7)
     result.stdout.fnmatch_lines(
         [
             "@pytest.mark.cllm_engine: config is 'small', must be an EngineConfig*",
@@ -221,6 +224,7 @@ def test_a_marker_that_cannot_be_followed_is_an_error_that_names_what_is_wrong(
             "@pytest.mark.cllm_engine: unknown engine option 'n_ctxx'; did you mean 'n_ctx'?",
             "@pytest.mark.cllm_engine: n_ctx is -5, must be 0 to *",
             "@pytest.mark.cllm_server: rules[[]0].txt is 'a', must be called 'text'",
+            "@pytest.mark.cllm_server: got an unexpected keyword argument 'rule'",
         ]
     )
     assert not [line for line in result.outlines if line.startswith((">", "E "))]

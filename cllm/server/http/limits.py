@@ -274,7 +274,8 @@ def _token_of(headers: Headers) -> bytes:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         token = headers.get("x-api-key", "")  # what Anthropic's clients send
-    return token.strip().encode("latin-1")
+    # The headers are read as Latin-1, in which bytes of UTF-8 may be white space.
+    return token.strip(" \t").encode("latin-1")
 
 
 def check_key(headers: Headers, key: bytes | None, what: str) -> None:
