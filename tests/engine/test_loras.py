@@ -11,6 +11,7 @@ import pytest
 
 from cllm import ClosedError, Completion, Engine, InvalidRequestError, ModelLoadError
 from cllm.bindings import Context, EmbeddingContext, LoraAdapter, Model
+from cllm.engine.lora import NO_LORA
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET
@@ -208,6 +209,21 @@ async def test_eight_requests_with_three_sets_at_once_get_each_what_it_gets_alon
             answers = await answers_of(engine, uses)
             assert [answer.token_ids for answer in answers] == expected
         assert await engine.audit() == []
+
+
+async def test_a_stream_that_goes_on_keeps_its_adapters_whatever_is_loaded() -> None:
+    """One that rewinds, or avoids a banned string, is a new request for the thread."""
+    async with FakeEngine(lambda _: "a long answer in many tokens") as engine:
+        async with engine.stream("p") as stream:
+            for _ in range(4):
+                await anext(stream)
+            assert stream._present.request.lora == NO_LORA
+            await engine.load_lora("a", "a.gguf", scale=1.0)
+            await stream.rewind(2)
+            assert stream._present.request.lora == NO_LORA
+            await stream.cancel()
+        async with engine.stream("p") as later:
+            assert later._present.request.lora.uses("a")
 
 
 async def test_a_scale_counts_and_zero_is_none(model_path: Path, adapters: dict[str, Path]) -> None:

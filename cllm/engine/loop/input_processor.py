@@ -34,7 +34,7 @@ from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.prompt_tokenizer import PromptTokenizer
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import MixedPrompt, Prompt, RequestCall, check_tokens
-from cllm.engine.lora import NO_LORA
+from cllm.engine.lora import NO_LORA, LoraUse
 from cllm.engine.media import MediaInput
 from cllm.engine.request import GenerationRequest, ModelInfo, Thinking
 from cllm.engine.sampling.row_sampler import resamples
@@ -53,6 +53,7 @@ class _Draft:
     vocabulary: EngineVocabulary
     submitted_at: float
     like: Channel | None = None
+    lora: LoraUse | None = None
     tokens: tuple[int, ...] = ()
     media: tuple[MediaInput, ...] = ()
     answer: AnswerFormat | None = None
@@ -156,7 +157,8 @@ class InputProcessor:
         # `visit` keeps an old model until the request continues, and `is_known` skips the queue: a running
         # request does not wait for others.
         with self._gate.visit():
-            follower = await self._prepare(call, continuation, is_running=True)
+            lora = channel.request.lora  # whatever was loaded since
+            follower = await self._prepare(call, continuation, is_running=True, lora=lora)
             await channel.take()
             if channel.error is not None and not isinstance(channel.error, GenerationError):
                 raise channel.error
@@ -183,10 +185,11 @@ class InputProcessor:
         *,
         is_running: bool = False,
         like: Channel | None = None,
+        lora: LoraUse | None = None,
     ) -> Channel:
         """Return the channel of a request that can be submitted; the caller has entered it in the gate."""
         vocabulary = self._check_serving(draining=is_running)
-        draft = _Draft(call, continuation, vocabulary, time.perf_counter(), like)
+        draft = _Draft(call, continuation, vocabulary, time.perf_counter(), like, lora)
         # A request that expires here is still submitted, and ends like any other that expires.
         with anyio.move_on_after(call.timeout) as scope:
             for visit in (self._check, self._read, self._fit, self._recall, self._constrain):
@@ -228,8 +231,14 @@ class InputProcessor:
         call, tokens, n_vocab = draft.call, draft.tokens, draft.vocabulary.n_tokens
         check_tokens(tokens, call.params, self.model.n_ctx, n_vocab, call.generated)
         _check_marks(call, len(tokens), n_vocab)
-        self._loras.use(call.lora, tokens)  # reject unknown adapters before the slow passes
+        self._lora_of(draft)  # reject unknown adapters before the slow passes
         self.texts.warn_of_length(len(tokens))
+
+    def _lora_of(self, draft: _Draft) -> LoraUse:
+        """Return the adapters of a request: of a request that goes on, those that it has."""
+        if draft.lora is not None and self._loras.has(draft.lora):
+            return draft.lora
+        return self._loras.use(draft.call.lora, draft.tokens)
 
     async def _recall(self, draft: _Draft) -> None:
         call, vocabulary = draft.call, draft.vocabulary
@@ -279,7 +288,7 @@ class InputProcessor:
             thinking=thinking,
             fingerprint=self.model.fingerprint,
             generated_token_ids=call.generated,
-            lora=self._loras.use(call.lora, draft.tokens),  # may be unloaded since `_fit`
+            lora=self._lora_of(draft),  # may be unloaded since `_fit`
             resamples=bool(call.generated) and resamples(call.params, draft.constraint, thinking),
             seed=call.seed,
             excluded=call.excluded,

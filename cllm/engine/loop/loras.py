@@ -54,6 +54,10 @@ class LoraRegistry:
         """Return the adapters of a request with this prompt; see `lora_use`."""
         return lora_use(wanted, self.loaded, tokens)
 
+    def has(self, use: LoraUse) -> bool:
+        """Return True if requests may name all adapters of another request."""
+        return {name for name, _ in (*use.loras, *use.before)} <= self.loaded.keys()
+
     async def load(self, name: str, path: str | Path, scale: float) -> LoraInfo:
         """See `Engine.load_lora`."""
         check_lora_name(name, field="name")
