@@ -236,7 +236,7 @@ def _shown(value: object) -> str:
 
 
 class _FieldError(CllmError, ValueError):
-    """A value out of its limits.  In a copy, a value that is no text and no number is its `repr`.
+    """A value out of its limits.  In a copy, containers and objects are replaced by their shortened `repr`.
 
     Attributes
     ----------
@@ -254,14 +254,8 @@ class _FieldError(CllmError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, attributes = super().__reduce__()
-        if type(self.value) not in (
-            str,
-            bytes,
-            int,
-            float,
-            bool,
-            type(None),
-        ):  # a lock cannot be copied
+        # Other values may be impossible to copy, such as a lock, or contain one.
+        if self.value is not None and type(self.value) not in (str, bytes, int, float, bool):
             attributes = {**attributes, "value": _shown(self.value)}
         return make, arguments, attributes
 

@@ -1,7 +1,7 @@
 """SamplerChain: from plain parameters to a `llama_sampler` chain.
 
-`llama_sampler_chain_add` takes ownership of what it is given, so samplers never exist on their own
-here: every `add_…` method creates one and hands it over in one expression.
+`llama_sampler_chain_add` takes ownership of what it is given: every `add_…` method creates a sampler and
+hands it over in one expression.  Only a `DrySampler`, which chains copy, exists on its own.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Candidates:
 class DrySampler(NativeHandle):
     """DRY, which penalizes tokens that continue a repetition: a sampler to be copied into chains.
 
-    llama.cpp looks for each breaker in each token of the vocabulary: 20 ms with 150,000 tokens.  A copy takes
-    microseconds.  One thread only.
+    llama.cpp looks for each breaker in each token of the vocabulary: 20 ms for a breaker with 150,000 tokens.
+    A copy takes microseconds.  One thread only.
 
     Parameters
     ----------

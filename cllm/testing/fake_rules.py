@@ -193,7 +193,7 @@ class FakeRules:
                 (question, chosen)
                 for chosen in self._open
                 for question, n in chosen.n_left.items()
-                if n and (prompt == question or prompt.endswith(f": {question}{ASKED}"))
+                if n and (prompt == question or prompt.endswith(question + ASKED))
             ]
             if not found:
                 raise LookupError("no rule is for it")

@@ -41,9 +41,10 @@ def test_a_stream_without_a_token_ends_with_an_error(client: httpx.Client, route
 
 
 @pytest.mark.anyio
-async def test_a_chat_that_expires_before_it_is_read_needs_no_scripted_answer() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_chat_that_expires_before_it_is_read_needs_no_scripted_answer(n: int) -> None:
     async with FakeEngine({"weather": "Sunny."}) as engine, client_of(engine) as http:
-        body = {"messages": [{"role": "user", "content": "weather"}], "timeout": 0}
+        body = {"messages": [{"role": "user", "content": "weather"}], "timeout": 0, "n": n}
         response = await http.post("/v1/chat/completions", json=body)
     assert response.status_code == 408, response.text
 

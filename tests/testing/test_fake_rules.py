@@ -77,9 +77,7 @@ def test_a_question_that_ends_like_another_has_an_answer_of_its_own() -> None:
     assert rules.choose(["hello"]) is not None
     assert rules.choose(["say hello"]) is not None
     assert rules.answer("user: say hello\nassistant: ").text == "B"
-    assert rules.answer("user: hello\nassistant: ").text == "A"
-    with pytest.raises(LookupError):
-        rules.answer("user: oh hello\nassistant: ")
+    assert rules.answer("user: <image>hello\nassistant: ").text == "A"
 
 
 def test_placeholders_are_filled_in_once_and_as_json_in_arguments() -> None:

@@ -205,7 +205,7 @@ def _dry_values(params: SamplingParams, n_ctx: int) -> _DryValues:
 
 
 class DrySamplers:
-    """The DRY samplers that were used last, to be copied: to make one takes as long as many ticks."""
+    """The DRY samplers that were used last, to be copied; making one can take longer than a tick."""
 
     def __init__(self, vocab: Vocabulary) -> None:
         self._vocab = vocab

@@ -64,7 +64,9 @@ class TokenStream:
         continues: Continues | None = None,
         first: TokenStream | None = None,
     ) -> None:
-        self._first = first  # has the same prompt, and perhaps its tokens
+        self._first = (
+            first  # the first output of the request; what was read of its prompt is used again
+        )
         self.request_id: str = call.request_id
         self._call = call
         # An engine may get another model before the request is submitted.
@@ -428,9 +430,12 @@ class TokenStream:
             return None
         if held and held[-1].token_ids:
             return Ban(held[:-1], held[-1].token_ids[0])
-        limit = "strings that the other settings of the request can avoid in this place"
+        limit = "other strings: no other token is left where one of them begins"
         cause = InvalidRequestError("banned_strings", channel.call.params.banned_strings, limit)
-        raise GenerationError.of(self.request_id, cause)
+        error = GenerationError.of(self.request_id, cause)
+        error.completion = channel.completion
+        channel.error = error  # of every later step, too
+        raise error
 
     async def _without(self, ban: Ban) -> None:
         """Continue before a banned string, with another token than the one that began it."""
@@ -477,10 +482,7 @@ class TokenStream:
             try:
                 source = self._find_source()
                 continuation = None if self._continues is None else self._continues(source.model)
-                first = self._first
-                is_read = first is not None and first._source is source  # by the same model
-                like = first._channel if first is not None and is_read else None
-                channel = await source.open(self._call, continuation, like)
+                channel = await source.open(self._call, continuation, self._like(source))
             finally:
                 self._is_submitting = False  # if nothing was submitted, it may be tried again
             self._first = None
@@ -488,6 +490,13 @@ class TokenStream:
             self._source, self._find_source, self._continues = source, None, None
             self._adopt(channel)
         return self._present
+
+    def _like(self, source: InputProcessor) -> Channel | None:
+        """Return the channel of the first output, if this model has read its prompt before it expired."""
+        first = self._first
+        if first is None or first._source is not source or first._channel is None:
+            return None
+        return first._channel if first._channel.request.prompt_token_ids else None
 
     def _adopt(self, channel: Channel) -> None:
         """Read the deltas of another channel from now on."""

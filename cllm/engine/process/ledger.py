@@ -377,8 +377,8 @@ class Ledger:
     def _ask(self) -> list[Command]:
         """Return the open questions that have not been asked and can be.
 
-        An adapter is freed when no request in the process uses it.  Those that the process does not have at
-        the moment need it too.
+        The process frees an adapter when it has no request with it.  The question waits while such a request
+        is held back or recalled.
         """
         due = [
             question

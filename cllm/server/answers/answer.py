@@ -110,7 +110,8 @@ def answer(
 
     async def run(writer: Writer) -> Sequence[Completion]:
         has_tokens = set[int]()
-        expired: list[tuple[int, TokenDelta]] = []  # ends without a token, which may be an error
+        # Last deltas of outputs that expired without a token: `form.check` decides if they are an error.
+        expired: list[tuple[int, TokenDelta]] = []
 
         async def on_delta(index: int, delta: TokenDelta) -> None:
             if delta.token_ids:

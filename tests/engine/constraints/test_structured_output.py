@@ -259,6 +259,27 @@ async def test_a_constraint_that_leads_nowhere_ends_its_request_only(engine: Eng
     assert await engine.audit() == []
 
 
+async def test_a_banned_string_is_avoided_before_the_place_where_a_constraint_leaves_no_other(
+    engine: Engine,
+) -> None:
+    options: dict[str, Any] = {"regex": "(ab|cd)", "temperature": 0}
+    assert (await engine.generate("count:1..5", **options)).text == "ab"
+    completion = await engine.generate("count:1..5", banned_strings=["b"], **options)
+    assert completion.text == "cd"
+    assert completion.finish_reason is FinishReason.STOP
+
+
+async def test_a_banned_string_that_a_constraint_needs_is_named(engine: Engine) -> None:
+    options: dict[str, Any] = {"regex": "xya", "banned_strings": ["ya"], "temperature": 0}
+    async with engine.stream("count:", **options) as stream:
+        for _ in range(2):  # a later step raises the same
+            with pytest.raises(GenerationError, match="banned_strings is") as caught:
+                async for _ in stream:
+                    pass
+            assert caught.value.completion is not None
+    assert await engine.audit() == []
+
+
 async def test_an_output_ends_where_its_constraint_leaves_nothing_else(engine: Engine) -> None:
     given: list[dict[str, Any]] = [{"ignore_eos": True}, {"min_tokens": 50}]
     for options in given:
