@@ -13,8 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cllm import EngineConfig, InvalidArgumentError
-from cllm.bindings.model import check_model_file
+from cllm import EngineConfig, InvalidArgumentError, ModelLoadError
 from cllm.cli.doctor import PlotOption, drawable
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.doctor import save_ratios_plot
@@ -72,11 +71,12 @@ def _measured(config: EngineConfig, seconds: float, console: Console) -> Tuning:
             tried.extend(stage)
             status.update(f"measuring {', '.join(told(each.changes) for each in stage)}")
 
-        check_model_file(str(config.model_path))
         try:
             tuning = Tuner(config).measure(seconds, show)
         except InvalidArgumentError as error:
             raise typer.BadParameter(str(error)) from None
+        except OSError as error:
+            raise ModelLoadError(str(config.model_path), error.strerror or str(error)) from None
     compared = [each.changes for each in tuning.comparisons]
     if left := [told(each.changes) for each in tried if each.changes not in compared]:
         reason = "too little time, or other programs used the processors"
