@@ -1,4 +1,4 @@
-"""What a check returns is used: a number of another type, such as numpy's, goes no further."""
+"""Callers use the value that a check returns, and not the argument, which may be a number of numpy."""
 
 from __future__ import annotations
 

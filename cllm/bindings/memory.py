@@ -78,7 +78,7 @@ class Memory(NativeHandle):
             remove a whole sequence, or once, after a decode, at most `n_rollback` of its last rows, but not
             its first.  The decode must have had equally many rows of each sequence, in one physical batch.
         """
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         first, end = self._check_range(p0, p1)
         if self.n_rollback:
             last = self.seq_pos_max(seq_id)
@@ -99,8 +99,8 @@ class Memory(NativeHandle):
         the data at the next decode, before it stores new rows.  Until then the state of neither sequence may
         be read or restored; both may be shortened, removed and used again.
         """
-        self._check_seq("seq_id_src", seq_id_src)
-        self._check_seq("seq_id_dst", seq_id_dst)
+        seq_id_src = self._check_seq("seq_id_src", seq_id_src)
+        seq_id_dst = self._check_seq("seq_id_dst", seq_id_dst)
         first, end = self._check_range(p0, p1)
         if seq_id_src == seq_id_dst:
             raise InvalidArgumentError("seq_id_dst", seq_id_dst, "different from seq_id_src")
@@ -122,7 +122,7 @@ class Memory(NativeHandle):
 
     def seq_add(self, seq_id: int, p0: int | None, p1: int | None, delta: int) -> None:
         """Shift positions `[p0, p1)` of a sequence by `delta`, staying within the context."""
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         first, end = self._check_range(p0, p1)
         if not self.can_shift:
             raise InvalidArgumentError(
@@ -139,7 +139,7 @@ class Memory(NativeHandle):
 
     def seq_pos_min(self, seq_id: int) -> int | None:
         """The first position the cache holds for a sequence; None if it is empty."""
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         pos: int = self._lib.llama_memory_seq_pos_min(self._memory, seq_id)
         return None if pos == -1 else pos
 
@@ -149,7 +149,7 @@ class Memory(NativeHandle):
         With M-RoPE and an image at the end it is the time of the image, which all its rows have.
         A forged copy can leave a position below -1; only `memory_clear` removes such cells.
         """
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         pos: int = self._lib.llama_memory_seq_pos_max(self._memory, seq_id)
         return None if pos == -1 else pos
 
@@ -159,9 +159,9 @@ class Memory(NativeHandle):
         self._pointer  # noqa: B018  # the thread and lifetime check
         return bool(self._lib.llama_memory_can_shift(self._memory))
 
-    def _check_seq(self, field: str, seq_id: int) -> None:
+    def _check_seq(self, field: str, seq_id: int) -> int:
         self._pointer  # noqa: B018  # the thread and lifetime check
-        seq_id = check_int(field, seq_id, 0, self.n_seq_max - 1)
+        return check_int(field, seq_id, 0, self.n_seq_max - 1)
 
     def _check_range(self, p0: int | None, p1: int | None) -> tuple[int, int]:
         """Return the range in llama.cpp's form; reject an empty range, which llama.cpp ignores silently."""
@@ -177,7 +177,7 @@ class Memory(NativeHandle):
 
         The copy consists of a header with a CRC-32, and of llama.cpp's own bytes.
         """
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         self._check_copied(seq_id)
         if self.seq_pos_max(seq_id) is None:
             return b""
@@ -212,7 +212,7 @@ class Memory(NativeHandle):
             llama.cpp rejected the copy, or restored other positions: the copy belongs to another model or
             other parameters.  The sequence is empty, unless the checksum was forged: see `seq_pos_max`.
         """
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         n_positions = check_int("n_positions", n_positions, 1, self.n_ctx_seq)
         self._check_copied(seq_id)
         if not isinstance(data, bytes | bytearray | memoryview) or not data:

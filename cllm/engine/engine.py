@@ -296,9 +296,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
             f"{len(documents)} documents were not ranked within {timeout} s (timeout)"
         )
 
-    async def _rank(
-        self, parts: Parts, prompts: Sequence[list[int]], priority: int
-    ) -> list[Ranked]:
+    async def _rank(self, parts: Parts, prompts: Sequence[Prompt], priority: int) -> list[Ranked]:
         """Return the ranking of the prompts by p(yes) / (p(yes) + p(no)), by the model of `parts`."""
         source = parts.input_processor
         words = [await source.texts.tokenize(word, add_special=False) for word in ("yes", "no")]

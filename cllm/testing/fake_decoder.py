@@ -355,7 +355,7 @@ class FakeDecoder:
         """Remove positions `[p0, p1)`, by default all.  Return True, or False if `call_faults` says so."""
         if self._fails("seq_rm"):
             return False
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         first, end = self._check_range(p0, p1)
         held = self._held.pop(seq_id, [])
         kept = [None if cell is None or first <= cell.position < end else cell for cell in held]
@@ -368,8 +368,8 @@ class FakeDecoder:
         """Let an empty sequence share positions `[p0, p1)` of another; see `Memory.seq_cp`."""
         if self._fails("seq_cp"):
             return
-        self._check_seq("seq_id_src", seq_id_src)
-        self._check_seq("seq_id_dst", seq_id_dst)
+        seq_id_src = self._check_seq("seq_id_src", seq_id_src)
+        seq_id_dst = self._check_seq("seq_id_dst", seq_id_dst)
         first, end = self._check_range(p0, p1)
         if seq_id_src == seq_id_dst:
             raise InvalidArgumentError("seq_id_dst", seq_id_dst, "different from seq_id_src")
@@ -387,13 +387,13 @@ class FakeDecoder:
 
     def seq_pos_min(self, seq_id: int) -> int | None:
         """The first position the cache holds for a sequence; None if it is empty."""
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         held = self._held.get(seq_id, ())
         return 0 if held and held[0] else next((p for p, cell in enumerate(held) if cell), None)
 
     def seq_pos_max(self, seq_id: int) -> int | None:
         """The last position the cache holds for a sequence; None if it is empty."""
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         last = self._held[seq_id][-1] if seq_id in self._held else None
         return None if last is None else last.position
 
@@ -401,7 +401,7 @@ class FakeDecoder:
         """Return a copy of a sequence's state; empty if it has none."""
         if self._fails("state_seq_get_data"):
             return b""
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         self._check_copied(seq_id)
         if seq_id not in self._held:
             return b""
@@ -416,7 +416,7 @@ class FakeDecoder:
     def state_seq_set_data(self, data: bytes, seq_id: int, *, n_positions: int) -> None:
         """Restore an unchanged copy of `n_positions` positions into an empty sequence, as `Memory` does."""
         is_refused = self._fails("state_seq_set_data")
-        self._check_seq("seq_id", seq_id)
+        seq_id = self._check_seq("seq_id", seq_id)
         n_positions = check_int("n_positions", n_positions, 1, self.n_ctx_seq)
         self._check_copied(seq_id)
         if not isinstance(data, bytes | bytearray | memoryview) or not data:
@@ -464,8 +464,8 @@ class FakeDecoder:
             raise fault
         return not fault
 
-    def _check_seq(self, field: str, seq_id: int) -> None:
-        seq_id = check_int(field, seq_id, 0, self.n_seq_max - 1)
+    def _check_seq(self, field: str, seq_id: int) -> int:
+        return check_int(field, seq_id, 0, self.n_seq_max - 1)
 
     def _check_range(self, p0: int | None, p1: int | None) -> tuple[int, int]:
         first = 0 if p0 is None else check_int("p0", p0, 0, INT32_MAX - 1)

@@ -119,7 +119,7 @@ class Dispatcher:
 
     def submit(self, channel: Channel) -> None:
         """Send the request of a channel to the thread; its deltas arrive in the channel."""
-        self._inbox.put(AddRequest(channel.request))
+        self._inbox.put(AddRequest(channel.request))  # first: it may raise an error
         self._channels[channel.request_id] = channel
         self._gate.hold_media(channel.request.media)
 

@@ -130,7 +130,7 @@ class EmbeddingCalls:
 
     async def rank_prompts(
         self, template: str, query: str, documents: Sequence[str]
-    ) -> list[list[int]]:
+    ) -> list[Tokens]:
         """Return the prompt tokens of the query with each document, for a model that writes "yes" or "no"."""
         check_query(query, documents)
         prompt = RankPrompt(template, self._check_serving())
@@ -142,8 +142,7 @@ class EmbeddingCalls:
         def tokenize(part: range) -> list[Tokens]:
             return [tuple(prompt.tokens(query, documents[i])) for i in part]
 
-        found = await self._by_parts([len(query) + len(text) for text in documents], tokenize)
-        return list(map(list, found))
+        return await self._by_parts([len(query) + len(text) for text in documents], tokenize)
 
     # --- Steps ---------------------------------------------------------------------------------
     @contextmanager
@@ -239,21 +238,10 @@ class EmbeddingCalls:
     async def _by_parts(
         self, sizes: Sequence[int], tokenize: Callable[[range], list[Tokens]]
     ) -> list[Tokens]:
-        """Return the results of `tokenize`, called for parts of the texts; other calls run between.
-
-        A part has at most `N_TEXTS` texts.  Only a single text has more than `N_CHARACTERS` characters.
-        """
+        """Return the results of `tokenize`, called for parts of the texts; other calls run between."""
         found: list[Tokens] = []
-        while len(found) < len(sizes):
-            first = len(found)
-            size = end = 0
-            for end in range(first, min(first + N_TEXTS, len(sizes))):
-                size += sizes[end]
-                if size > N_CHARACTERS and end > first:
-                    break
-            else:
-                end += 1
-            found += await self._tokenizer.run(partial(tokenize, range(first, end)))
+        for part in _parts(sizes):
+            found += await self._tokenizer.run(partial(tokenize, part))
         return found
 
     async def _vectors(
@@ -286,6 +274,21 @@ class EmbeddingCalls:
             for left in waiting:
                 left.cancel()
         return np.concatenate(rows) if rows else np.empty((0, info.n_values), np.float32)
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[range]:
+    """Yield the indices of texts with these numbers of characters, in parts that are tokenized at once.
+
+    A part has at most `N_TEXTS` texts.  Only a single text has more than `N_CHARACTERS` characters.
+    """
+    first = n_characters = 0
+    for i, size in enumerate(sizes):
+        if i > first and (i - first == N_TEXTS or n_characters + size > N_CHARACTERS):
+            yield range(first, i)
+            first, n_characters = i, 0
+        n_characters += size
+    if first < len(sizes):
+        yield range(first, len(sizes))
 
 
 def check_query(query: object, documents: object) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -64,9 +65,8 @@ class TokenStream:
         continues: Continues | None = None,
         first: TokenStream | None = None,
     ) -> None:
-        self._first = (
-            first  # the first output of the request; what was read of its prompt is used again
-        )
+        # The first output of the request: what was read of its prompt is used again.
+        self._first = first
         self.request_id: str = call.request_id
         self._call = call
         # An engine may get another model before the request is submitted.
@@ -194,12 +194,8 @@ class TokenStream:
             raise ClosedError("the stream is closed: there is nothing to suspend")
         # What adapters have computed is another's, for all that a file can say of it.
         has_own = channel.request.lora == NO_LORA
-        try:
+        with self._closed_if_taken(channel):
             state = await channel.take(saves_state=has_own)
-        except anyio.get_cancelled_exc_class():
-            if channel.is_taken:  # the request ends, and this output is not whole
-                self._abandon()
-            raise
         if channel.error is not None:
             raise channel.error
         held = () if self._banned is None else self._banned.held
@@ -377,18 +373,24 @@ class TokenStream:
             submitted_at=request.submitted_at,
             deadline=request.deadline,
         )
-        try:
+        with self._closed_if_taken(channel):
             self._adopt(await self._opener.reopen(channel, call, continuation))
-        except anyio.get_cancelled_exc_class():
-            if channel.is_taken:  # the old request has ended, and there is no new one
-                self._abandon()
-            raise
         self._read_ids, self._read_logprobs = [], []
         self._is_closed = self._has_ended = False
         if self._banned is not None:
             self._banned = BannedStrings(call.params.banned_strings)
         if self._is_given_up:  # cancelled during `reopen`
             self._present.cancel()
+
+    @contextmanager
+    def _closed_if_taken(self, channel: Channel) -> Iterator[None]:
+        """Close the stream if the block is cancelled when the request has ended and no other continues it."""
+        try:
+            yield
+        except anyio.get_cancelled_exc_class():
+            if channel.is_taken:
+                self._abandon()
+            raise
 
     # --- Strings that are banned -------------------------------------------------------------
     async def _allowed(self) -> TokenDelta | None:
