@@ -114,7 +114,7 @@ for kind, data in {
     TOPIC.refuse(f"as an image: {kind}", ask, f"{len(data)} bytes", INTACT, row=FILES, source=data)
 for what, make, says in (
     ("that does not exist", lambda path: None, "must be a file that can be read: No such file"),
-    ("of a directory", Path.mkdir, "must be a file that can be read: Is a directory"),
+    ("of a directory", Path.mkdir, "must be a file that can be read: not a regular file"),
     ("of an empty file", Path.touch, "0 bytes', must be 1 to"),
     ("of a pipe", os.mkfifo, "0 bytes', must be 1 to"),
     ("of /dev/zero", lambda path: path.symlink_to("/dev/zero"), "0 bytes', must be 1 to"),
