@@ -38,7 +38,7 @@ from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.process import engine_process, spawn
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
-from cllm.engine.process.frames import framed
+from cllm.engine.process.frames import packets
 from tests.conftest import IS_SANITIZED, QUIET, some_in_fast
 from tests.engine.samplings import SAMPLINGS, SCHEMA
 from tests.lora_files import make_lora
@@ -247,7 +247,7 @@ async def test_a_process_whose_main_thread_fails_is_replaced_like_one_that_was_k
         await anext(stream)
         connection = process_of(engine)._process
         assert connection is not None
-        connection.socket.sendall(framed(b"no message"))
+        connection.socket.sendall(b"".join(packets((b"no message",), is_bulky=False)))
         completion = await stream.completion()
     assert completion.token_ids == whole.token_ids
     assert engine.statistics().n_restarts == 1

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
@@ -37,7 +37,7 @@ from cllm.engine.file_content import FileContent
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.plain_values import of_plain
 from cllm.engine.process.batch_record import BatchRecord
-from cllm.engine.process.frames import FrameReader, framed
+from cllm.engine.process.frames import Frame, FrameReader, packets
 from cllm.engine.process.ledger import OpenRequest
 from cllm.engine.process.wire import (
     Beat,
@@ -46,6 +46,7 @@ from cllm.engine.process.wire import (
     SetLogLevel,
     decode_commands,
     encode_events,
+    has_large_state,
 )
 from cllm.engine.request import GenerationRequest
 from cllm.engine.thread.inference_thread import InferenceThread
@@ -58,28 +59,53 @@ BEAT_S = 0.5
 
 
 class ToParent:
-    """Sender of frames to the parent.  Any thread."""
+    """Sender of frames to the parent.  Any thread.
+
+    Large KV states are sent by threads of their own, so that the inference thread goes on.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        # Held while waiting for `_lock`: the sender of a state waits here in its turn before its next packet.
+        self._turn = threading.Lock()
+        self._bulky_lock = threading.Lock()
         self.thread: InferenceThread | None = None
 
     def post(self, events: list[Event]) -> bool:
         """See `Outbox`."""
         statistics = None if self.thread is None else self.thread.statistics
-        return self._send(encode_events(events, statistics))
+        swift: list[FromChild] = []
+        for event in events:
+            if has_large_state(event):
+                frame = encode_events([event])
+                threading.Thread(target=self._send_bulky, args=(frame,), name="cllm-state").start()
+            else:
+                swift.append(event)
+        return self._send(encode_events(swift, statistics))
 
     def tell(self, told: FromChild) -> None:
         """Send a report that is none of the engine's events."""
         self._send(encode_events([told]))
 
-    def _send(self, frame: bytes) -> bool:
+    def _send(self, frame: Frame) -> bool:
+        return self._send_together(packets(frame, is_bulky=False))
+
+    def _send_bulky(self, frame: Frame) -> None:
+        with self._bulky_lock:
+            for packet in packets(frame, is_bulky=True):
+                self._send_together([packet])
+
+    def _send_together(self, sent: Iterable[bytes]) -> bool:
+        with self._turn:
+            self._lock.acquire()
         try:
-            with self._lock:
-                self._connection.sendall(framed(frame))
+            for packet in sent:
+                self._connection.sendall(packet)
         except OSError:  # the parent is gone
             return False
+        finally:
+            self._lock.release()
         return True
 
 

@@ -8,22 +8,33 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import IO, NamedTuple
 
 from cllm.engine.child_process import how_ended
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
-from cllm.engine.core.commands import Command
+from cllm.engine.core.commands import (
+    AddRequest,
+    Ask,
+    CancelRequest,
+    Command,
+    Read,
+    Withdraw,
+)
 from cllm.engine.file_content import FileContent
 from cllm.engine.plain_values import as_plain
 from cllm.engine.process import spawn
 from cllm.engine.process.batch_record import BatchRecord, Underway
-from cllm.engine.process.frames import FrameReader, framed
-from cllm.engine.process.wire import Beat, SetLogLevel, ToChild, encode_commands
+from cllm.engine.process.frames import Frame, FrameReader, packets
+from cllm.engine.process.wire import Beat, SetLogLevel, ToChild, encode_commands, is_bulky
 from cllm.errors import CllmError
 from cllm.system import SIGKILL, is_stopped
 
 MAX_READ = 1 << 16
+MAX_SENT = (
+    1 << 20
+)  # bytes that one call sends: it may run in the event loop, and answers come in meanwhile
 # A tick hangs after `hang_timeout_s` if its processor time is less than this share of its duration.
 SLOW_SHARE = 0.1
 HUNG_FACTOR = 10.0  # a tick that computes more hangs after this many `hang_timeout_s`
@@ -50,6 +61,84 @@ class Ending(NamedTuple):
     crash: CrashError
     was_killed: bool
     underway: Underway
+
+
+class CommandSender:
+    """Sender of commands to one process.  One thread at a time; never blocks.
+
+    Commands for other requests overtake a request with large images, audio or a large KV state.
+
+    Parameters
+    ----------
+    connection : socket.socket
+        Non-blocking.
+
+    Attributes
+    ----------
+    log_level : int
+        Level of the log of the process.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self.log_level: int = _log_level()
+        self._packet = memoryview(b"")  # the rest of the one that is being sent
+        self._swift: deque[bytes] = deque()  # packets
+        self._bulky: deque[Iterator[bytes]] = deque()  # packets of each frame
+        self._behind: set[str] = set()  # requests whose commands are bulky or come after bulky ones
+
+    def send(self, commands: list[Command]) -> None:
+        """Send unsent bytes and the commands, in at most a few milliseconds.
+
+        Keeps the bytes that the socket does not take, and those beyond `MAX_SENT`.
+        """
+        if commands:
+            swift: list[ToChild] = []
+            bulky: list[ToChild] = []
+            if (log_level := _log_level()) != self.log_level:
+                self.log_level = log_level
+                swift.append(SetLogLevel(log_level))
+            for command in commands:
+                (bulky if self._is_behind(command) else swift).append(command)
+            if swift:
+                self._swift += packets(encode_commands(swift), is_bulky=False)
+            if bulky:
+                self._bulky.append(packets(encode_commands(bulky), is_bulky=True))
+        n_sent = 0
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while n_sent < MAX_SENT and (self._packet or self._advance()):
+                n_taken = self._socket.send(self._packet)
+                self._packet = self._packet[n_taken:]
+                n_sent += n_taken
+
+    def _is_behind(self, command: Command) -> bool:
+        """True if a command is bulky, or must arrive after a bulky one that is not yet sent."""
+        match command:
+            case AddRequest(request) if is_bulky(request):
+                self._behind.add(request.request_id)
+                return True
+            case CancelRequest(request_id) | Read(request_id):
+                return request_id in self._behind
+            case Ask() | Withdraw():  # the removal of an adapter comes after its last request
+                return bool(self._behind)
+        return False
+
+    def _advance(self) -> bool:
+        """Take the next packet; return False if there is none."""
+        packet = self._swift.popleft() if self._swift else None
+        while packet is None and self._bulky:
+            if (packet := next(self._bulky[0], None)) is None:
+                self._bulky.popleft()
+        if packet is None:
+            self._behind.clear()
+            return False
+        self._packet = memoryview(packet)
+        return True
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if bytes are left to be sent."""
+        return bool(self._packet or self._swift or self._bulky)
 
 
 class ProcessHandle:
@@ -84,7 +173,7 @@ class ProcessHandle:
         self.socket: socket.socket = spawned.socket
         self._reader = FrameReader()
         self.n_reads: int = 0
-        self._unsent = bytearray()
+        self._sender = CommandSender(self.socket)
         self._last_words = b""
         self._heard_at = time.perf_counter()
         self._beat: Beat | None = None
@@ -94,12 +183,11 @@ class ProcessHandle:
         assert self._process.stderr is not None
         self.stderr: IO[bytes] = self._process.stderr
         os.set_blocking(self.stderr.fileno(), False)
-        self._log_level = _log_level()
         settings = {
             "backend": backend,
             "config": json.loads(config.to_json()),
             "files": as_plain(tuple(files)),
-            "log_level": self._log_level,
+            "log_level": self._sender.log_level,
         }
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(settings).encode())
@@ -111,23 +199,15 @@ class ProcessHandle:
         return self._process.pid
 
     def send(self, commands: list[Command]) -> None:
-        """Send unsent bytes, then the commands; keep the bytes that the socket does not take.  Never blocks."""
-        if commands:
-            asked: list[ToChild] = [*commands]
-            if (log_level := _log_level()) != self._log_level:
-                self._log_level = log_level
-                asked.insert(0, SetLogLevel(log_level))
-            self._unsent += framed(encode_commands(asked))
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
+        """See `CommandSender`."""
+        self._sender.send(commands)
 
     @property
     def has_unsent(self) -> bool:
-        """True if bytes are left that the socket did not take."""
-        return bool(self._unsent)
+        """See `CommandSender`."""
+        return self._sender.has_unsent
 
-    def frames(self) -> list[bytes] | None:
+    def frames(self) -> list[Frame] | None:
         """Return the complete frames that have arrived, possibly none; None at the end of the connection."""
         try:
             frames = self._reader.receive(self.socket)

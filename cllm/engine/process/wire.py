@@ -1,7 +1,8 @@
 """Encoding of commands, events and errors between two processes: MessagePack, by msgspec.
 
 A frame holds the messages that one side sends together.  Most of them are tokens.  Values that the
-receiver already has, such as a prompt, are not sent back.
+receiver already has, such as a prompt, are not sent back.  Images, audio and KV states are attached to the
+frame: encoding them would hold the GIL.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from cllm.engine.core.commands import (
 )
 from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.output import Completion, TokenDelta, TokenLogprob
+from cllm.engine.process.frames import MAX_PACKET, Attachments, Frame
 from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.errors import (
     CllmError,
@@ -192,72 +194,103 @@ _by_event: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) f
 
 
 # --- Commands --------------------------------------------------------------------------------
-def encode_commands(commands: Iterable[ToChild]) -> bytes:
+def is_bulky(request: GenerationRequest) -> bool:
+    """True if the images, the audio and the KV state of a request take more than one packet."""
+    n_bytes = 0 if request.state is None else len(request.state.data)
+    return n_bytes + sum(len(each.data) for each in request.media) > MAX_PACKET
+
+
+def encode_commands(commands: Iterable[ToChild]) -> Frame:
     """Return a frame with these commands."""
-    return _encoder.encode([_numbered(COMMANDS, _command_as(command)) for command in commands])
+    attached = Attachments()
+    values = [_numbered(COMMANDS, _command_as(command, attached)) for command in commands]
+    return attached.frame(_encoder.encode(values))
 
 
-def decode_commands(frame: bytes | memoryview) -> list[ToChild]:
+def decode_commands(frame: Frame) -> list[ToChild]:
     """Return the commands of a frame, with a `NamedConstraint` in place of each constraint."""
-    values = [_by_command[kind].decode(raw) for kind, raw in _commands.decode(frame)]
-    return [_command_of(value) for value in values]
+    message, *attached = frame
+    values = [_by_command[kind].decode(raw) for kind, raw in _commands.decode(message)]
+    return [_command_of(value, Attachments(attached)) for value in values]
 
 
-def _command_as(command: ToChild) -> object:
+def _command_as(command: ToChild, attached: Attachments) -> object:
     if isinstance(command, Ask):
         return _Ask(command.call_id, _raw(_QUESTIONS, command.question))
     if not isinstance(command, AddRequest):
         return command
-    request = command.request
-    if request.state is not None:
-        request = replace(request, state=_crossing(request.state))
+    request = replace(
+        command.request,
+        state=_crossing(command.request.state, attached),
+        media=tuple(replace(each, data=attached.add(each.data)) for each in command.request.media),
+    )
     return _Request(*(getattr(request, name) for name in _HINTS))
 
 
-def _crossing(state: SequenceState | None) -> SequenceState | None:
-    """Return the KV state; None if it is larger than `MAX_STATE_BYTES`, so that it is computed again."""
-    return None if state is not None and len(state.data) > MAX_STATE_BYTES else state
+def _crossing(state: SequenceState | None, attached: Attachments) -> SequenceState | None:
+    """Return a KV state to be sent; None if it is larger than `MAX_STATE_BYTES`, so that it is computed again."""
+    if state is None or len(state.data) > MAX_STATE_BYTES:
+        return None
+    return replace(state, data=attached.add(state.data))
 
 
-def _command_of(value: Any) -> ToChild:
+def _arrived(state: SequenceState | None, attached: Attachments) -> SequenceState | None:
+    return None if state is None else replace(state, data=attached.get(state.data))
+
+
+def _command_of(value: Any, attached: Attachments) -> ToChild:
     if isinstance(value, _Ask):
         kind, raw = value.question
         return Ask(value.call_id, _by_question[kind].decode(raw))
     if not isinstance(value, _Request):
         return cast(ToChild, value)
-    return AddRequest(GenerationRequest(*(getattr(value, name) for name in _HINTS)))
+    request = GenerationRequest(*(getattr(value, name) for name in _HINTS))
+    media = tuple(replace(each, data=attached.get(each.data)) for each in request.media)
+    return AddRequest(replace(request, state=_arrived(request.state, attached), media=media))
 
 
 # --- Events ----------------------------------------------------------------------------------
-def encode_events(events: Iterable[FromChild], statistics: EngineStatistics | None = None) -> bytes:
+def has_large_state(event: FromChild) -> bool:
+    """True for the end of a request whose KV state takes more than one packet."""
+    return (
+        isinstance(event, Finished)
+        and event.state is not None
+        and len(event.state.data) > MAX_PACKET
+    )
+
+
+def encode_events(events: Iterable[FromChild], statistics: EngineStatistics | None = None) -> Frame:
     """Return a frame with these events."""
-    tokens, others = [], []
+    tokens, others, attached = [], [], Attachments()
     for event in events:
         if isinstance(event, Progressed):
             delta = event.delta
             tokens.append((event.request_id, delta.text, delta.token_ids, delta.logprobs))
         else:
-            others.append(_numbered(EVENTS, _event_as(event)))
-    return _encoder.encode((tokens, others, statistics))
+            others.append(_numbered(EVENTS, _event_as(event, attached)))
+    return attached.frame(_encoder.encode((tokens, others, statistics)))
 
 
-def decode_events(frame: bytes | memoryview) -> tuple[list[FromChild], EngineStatistics | None]:
+def decode_events(frame: Frame) -> tuple[list[FromChild], EngineStatistics | None]:
     """Return the events of a frame, tokens first, and its statistics if it has any."""
-    values = _events.decode(frame)
+    message, *attached = frame
+    values = _events.decode(message)
     told: list[FromChild] = [
         Progressed(request_id, TokenDelta(text, token_ids, logprobs=logprobs))
         for request_id, text, token_ids, logprobs in values.tokens
     ]
-    told += [_event_of(_by_event[kind].decode(raw)) for kind, raw in values.others]
+    told += [
+        _event_of(_by_event[kind].decode(raw), Attachments(attached)) for kind, raw in values.others
+    ]
     return told, values.statistics
 
 
-def _event_as(event: FromChild) -> object:
+def _event_as(event: FromChild, attached: Attachments) -> object:
     match event:
         case Finished(request_id, delta, completion, error, state):
             rest = replace(completion, prompt_token_ids=())
             told = None if error is None else error_as(error)
-            return _Finished(request_id, delta, rest, told, _crossing(state))
+            return _Finished(request_id, delta, rest, told, _crossing(state, attached))
         case Embedded(request_id, vectors, n_values, error):
             told = None if error is None else error_as(error)
             return _Embedded(request_id, vectors, n_values, told)
@@ -269,14 +302,14 @@ def _event_as(event: FromChild) -> object:
     return event
 
 
-def _event_of(value: Any) -> FromChild:
+def _event_of(value: Any, attached: Attachments) -> FromChild:
     match value:
         case _Finished(request_id=request_id, delta=delta, completion=completion, error=error):
             failure = None if error is None else error_of(error)
             assert failure is None or isinstance(failure, GenerationError | EngineFailedError)
             if failure is not None:
                 failure.completion = completion
-            return Finished(request_id, delta, completion, failure, value.state)
+            return Finished(request_id, delta, completion, failure, _arrived(value.state, attached))
         case _Embedded(request_id=request_id, vectors=vectors, n_values=n_values, error=error):
             failure = None if error is None else error_of(error)
             assert failure is None or isinstance(

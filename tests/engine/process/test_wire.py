@@ -43,7 +43,7 @@ from cllm.engine.embedding import EmbeddingInfo, EmbeddingRequest
 from cllm.engine.lora import LoraInfo, LoraUse
 from cllm.engine.output import Completion, FinishReason, Timings, TokenDelta, TokenLogprob, Usage
 from cllm.engine.process import wire
-from cllm.engine.process.frames import FrameReader, framed
+from cllm.engine.process.frames import Frame, FrameReader, packets
 from cllm.engine.process.wire import (
     Beat,
     FromChild,
@@ -243,12 +243,17 @@ def test_causes_without_end_are_cut() -> None:
 
 
 @PROPERTY
-@given(frames=st.lists(st.binary(max_size=50), max_size=8), data=st.data())
+@given(
+    frames=st.lists(
+        st.lists(st.binary(max_size=50), min_size=1, max_size=4).map(tuple), max_size=8
+    ),
+    data=st.data(),
+)
 def test_frames_arrive_however_their_bytes_are_cut(
-    frames: list[bytes], data: st.DataObject
+    frames: list[Frame], data: st.DataObject
 ) -> None:
-    stream = b"".join(map(framed, frames))
-    reader, found = FrameReader(), list[bytes]()
+    stream = b"".join(packet for frame in frames for packet in packets(frame, is_bulky=False))
+    reader, found = FrameReader(), list[Frame]()
     while stream:
         n_bytes = data.draw(st.integers(1, len(stream)))
         found += reader.add(stream[:n_bytes])
