@@ -1,9 +1,10 @@
-"""The process that decodes an image or audio: `python -m cllm.engine.media_child SECONDS image|RATE`.
+"""The process that decodes the images and audio of one prompt: `python -m cllm.engine.media_child SECONDS`.
 
-It reads a file from standard input.  Its output is a line of JSON, `{"shape": […]}` and the pixels or samples
-behind it, or `{"error": …}`.  Pillow and libsndfile decode, and not the decoders of libmtmd: they have the fixes
-of security reports, more formats, and the orientation of photographs.  Whatever a damaged file does, it does in
-this process, which has limits for memory and time.
+Standard input has a line `image|RATE N_BYTES` and a file, for each file.  The answer is a line of JSON,
+`{"shape": […]}` and the pixels or samples behind it, or `{"error": …}`.  Pillow and libsndfile decode, and not
+the decoders of libmtmd: they have the fixes of security reports, more formats, and the orientation of
+photographs.  Whatever a damaged file does, it does in this process, which has limits for memory and for the time
+of each file.
 """
 
 from __future__ import annotations
@@ -112,12 +113,22 @@ def samples_of(data: bytes, rate: int) -> tuple[tuple[int, ...], bytes]:
         return (n_samples,), np.concatenate(blocks).clip(-1.0, 1.0).tobytes()
 
 
-def main(seconds: str, wanted: str) -> None:
-    """Decode standard input; the process ends after `seconds`."""
+def main(seconds: str) -> None:
+    """Decode the files of standard input; the process ends if one takes `seconds`."""
     end_after(int(seconds))
     lower_priority(NICE)
     warnings.simplefilter("ignore")  # damaged metadata does no harm
-    data, content = sys.stdin.buffer.read(), b""
+    while asked := sys.stdin.buffer.readline():
+        end_after(int(seconds))
+        wanted, n_bytes = asked.decode().split()
+        answer, content = _decoded(sys.stdin.buffer.read(int(n_bytes)), wanted)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+        end_after(0)
+
+
+def _decoded(data: bytes, wanted: str) -> tuple[dict[str, object], bytes]:
     name, intact = KINDS["image" if wanted == "image" else "audio"]
     try:
         with extra("media"):  # before the limit: libraries take address space
@@ -128,16 +139,15 @@ def main(seconds: str, wanted: str) -> None:
                 import soxr  # noqa: F401
         limit_memory(MEMORY_BYTES)
         shape, content = pixels_of(data) if wanted == "image" else samples_of(data, int(wanted))
-        answer: dict[str, object] = {"shape": shape}
+        return {"shape": shape}, content
     except MissingExtraError as error:
-        answer = {"missing": str(error)}
+        return {"missing": str(error)}, b""
     except InvalidRequestError as error:
-        answer = {"error": error.limit, "value": error.value}
+        return {"error": error.limit, "value": error.value}, b""
     except MemoryError:
-        answer = {"error": f"{name} that is decoded with {MEMORY_BYTES >> 20} MiB of memory"}
+        return {"error": f"{name} that is decoded with {MEMORY_BYTES >> 20} MiB of memory"}, b""
     except Exception as error:
-        answer = {"error": f"{intact} ({type(error).__name__})"}
-    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + content)
+        return {"error": f"{intact} ({type(error).__name__})"}, b""
 
 
 if __name__ == "__main__":

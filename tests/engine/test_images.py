@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import signal
+import subprocess
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -35,6 +36,7 @@ from cllm import (
     RequestError,
     SavedGeneration,
 )
+from cllm.engine.loop.media_reader import Decoder
 from cllm.engine.media_child import pixels_of
 from cllm.engine.media_parts import media_of
 from cllm.testing import FakeEngine
@@ -513,6 +515,42 @@ async def test_a_process_that_cannot_be_started_now_is_no_fault_of_the_file(
                 await engine.generate(["a", Image(file_of("PNG"))])
         assert not isinstance(caught.value, InvalidRequestError)
         await engine.generate(["a", Image(file_of("PNG"))], max_tokens=1)
+
+
+@pytest.mark.anyio
+async def test_one_process_decodes_the_files_of_a_prompt_and_another_those_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = list[subprocess.Popen[bytes]]()
+    start = subprocess.Popen
+
+    def counted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr("cllm.engine.loop.media_reader.subprocess.Popen", counted)
+    files = [Image(file_of(kind)) for kind in ("PNG", "JPEG", "GIF", "BMP")]
+    async with FakeEngine(n_ctx=4096) as engine:
+        await engine.generate(["a", *files], max_tokens=1)
+        assert [process.poll() is None for process in started] == [False]  # it has ended
+        with pytest.raises(InvalidRequestError, match=r"prompt\[1\].*an intact PNG"):
+            await engine.generate([files[0], Image(file_of("PNG")[:99])], max_tokens=1)
+        assert [process.poll() is None for process in started] == [False, False]
+
+
+@pytest.mark.anyio
+async def test_a_file_does_not_pay_for_an_earlier_one_that_has_ended_their_process() -> None:
+    decoder = Decoder()
+    found = [decoder.run(Image(file_of("PNG")), 0)]
+    assert decoder._process is not None
+    decoder._process.kill()
+    decoder._process.wait()
+    found.append(decoder.run(Image(file_of("PNG")), 0))
+    await decoder.close()
+    assert found[0] == found[1]
+    with pytest.raises(InvalidRequestError, match="the process that decodes it ended with -9"):
+        decoder.run(Image(file_of("PNG")), 0)  # closed meanwhile
+    assert decoder._process is None
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])

@@ -6,10 +6,11 @@ import hashlib
 import json
 import math
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import anyio.to_thread
 import numpy as np
@@ -19,7 +20,16 @@ from cllm.engine.chat.readable import WORDS
 from cllm.engine.child_process import OWN_GROUP, child_command, child_environment
 from cllm.engine.core.commands import LayoutMedia, MediaLayout
 from cllm.engine.loop.queue_gate import QueueGate
-from cllm.engine.media import MediaInput, Shape, left_out, n_bytes_of
+from cllm.engine.media import (
+    PIXEL_BYTES,
+    SAMPLE_BYTES,
+    MediaInput,
+    Shape,
+    kind_of,
+    left_out,
+    n_bytes_of,
+)
+from cllm.engine.media_limits import MAX_PIXELS, MAX_SAMPLES
 from cllm.engine.media_rows import Spans, chunk_content, row_ids
 from cllm.engine.media_source import MediaSource, NamedMedia
 from cllm.engine.request import ModelInfo
@@ -31,6 +41,8 @@ N_AT_ONCE = 2  # requests whose media are decoded at the same time
 MAX_PROMPT_BYTES = 1 << 29  # of pixels and samples, in one prompt
 # Bytes of pixels and samples of open requests, beyond which the next request waits to read its media.
 MAX_OPEN_BYTES = 1 << 30
+MAX_BYTES = max(MAX_PIXELS * PIXEL_BYTES, MAX_SAMPLES * SAMPLE_BYTES)  # of one image or recording
+MAX_ANSWER = 1 << 16  # bytes of a line of JSON
 
 
 class Decoded(NamedTuple):
@@ -82,17 +94,21 @@ class MediaReader:
         self._threads: anyio.CapacityLimiter | None = None
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait until a request may read its media; `N_AT_ONCE` requests read at the same time."""
+    async def turn(self) -> AsyncIterator[Decoder]:
+        """Wait until a request may read its media, which `N_AT_ONCE` requests do at the same time."""
         if self._turns is None:
             self._turns = anyio.CapacityLimiter(N_AT_ONCE)
         async with self._turns:
             while self._gate.n_media_bytes >= MAX_OPEN_BYTES:
                 await self._gate.wait_left()
-            yield
+            decoder = Decoder()
+            try:
+                yield decoder
+            finally:
+                await decoder.close()
 
-    async def read(self, named: NamedMedia) -> PromptMedia:
-        """Return the rows of an image or audio.
+    async def read(self, named: NamedMedia, decoder: Decoder) -> PromptMedia:
+        """Return the rows of an image or audio that `decoder` decodes.
 
         Raises
         ------
@@ -102,28 +118,22 @@ class MediaReader:
             Audio alone has more rows than a sequence can have.
         """
         try:
-            return await self._read(named.media)
+            return await self._read(named.media, decoder)
         except InvalidRequestError as error:
             raise named.with_field(error) from None
 
-    async def _read(self, source: MediaSource) -> PromptMedia:
+    async def _read(self, source: MediaSource, decoder: Decoder) -> PromptMedia:
         model = self._model()
         if source.kind not in model.modalities:
             limit = left_out(source.kind, model.modalities)
             raise InvalidRequestError(source.kind, source.shown, limit)
         if self._threads is None:  # a cancelled request leaves its turn before its thread has ended
             self._threads = anyio.CapacityLimiter(N_AT_ONCE)
-        decoding = Decoding()
-        try:
-            decoded = await anyio.to_thread.run_sync(
-                partial(decoding.run, source, model.audio_sample_rate),
-                limiter=self._threads,
-                abandon_on_cancel=True,
-            )
-        except BaseException:
-            decoding.stop()
-            raise
-        shape, data, digest = decoded
+        shape, data, digest = await anyio.to_thread.run_sync(
+            partial(decoder.run, source, model.audio_sample_rate),
+            limiter=self._threads,
+            abandon_on_cancel=True,
+        )
         layout = await self._layout(LayoutMedia(shape))
         tokens: list[int] = []
         chunks = [piece for piece in layout.pieces if piece.n_rows]
@@ -176,21 +186,45 @@ class MediaReader:
         return layout
 
 
-class Decoding:
-    """Decoding of one image or recording."""
+class Decoder:
+    """Decodes the files of one prompt in a process of its own, which the first file starts.
+
+    The files of another prompt may come from another client: they get another process.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
+        self._running = threading.Lock()
 
     def stop(self) -> None:
-        """End the process that decodes.  Any thread."""
+        """Kill the process.  Any thread; returns at once."""
         self._is_stopped = True
         if (process := self._process) is not None:
             process.kill()
 
+    async def close(self) -> None:
+        """Stop, and wait for the end of the process."""
+        self.stop()
+        if self._process is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        with self._running:
+            self._end()
+
+    def _end(self) -> int | None:
+        """Kill the process if there is one, and return its exit status."""
+        if (process := self._process) is None:
+            return None
+        self._process = None
+        process.kill()
+        process.communicate()  # closes the pipes, and waits
+        return process.returncode
+
     def run(self, media: MediaSource, sample_rate: int) -> Decoded:
-        """Return the pixels or samples, decoded in a process of its own.  Any thread; may take seconds.
+        """Return pixels or samples.  Any thread; may take seconds.
 
         Parameters
         ----------
@@ -206,16 +240,62 @@ class Decoding:
         MissingExtraError
             The extra `media` is not installed.
         """
-        source, name, kind = media.read(), media.shown, media.kind
+        source = media.read()
         if isinstance(source, np.ndarray) and isinstance(media, Audio):
             # The process changes the rate.
             source = source if media.sample_rate == sample_rate else media.file()
         if not isinstance(source, bytes):
             return Decoded.of(source.shape[:2], source.tobytes())
-        wanted = "image" if kind == "image" else str(sample_rate)
-        command = child_command("cllm.engine.media_child", str(math.ceil(DECODE_S)), wanted)
+        wanted = "image" if media.kind == "image" else str(sample_rate)
+        with self._running:
+            try:
+                decoded = self._decoded(source, media, wanted)
+            finally:
+                if self._is_stopped:  # and perhaps closed
+                    self._end()
+        return Decoded.of(*decoded)
+
+    def _decoded(self, source: bytes, media: MediaSource, wanted: str) -> tuple[Shape, bytes]:
+        name, kind = media.shown, media.kind
+        process = self._started(name)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        is_late = threading.Event()
+
+        def end_late() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(DECODE_S, end_late)
+        timer.start()
         try:
-            started = subprocess.Popen(
+            with suppress(BrokenPipeError):  # it has ended: so has its output
+                process.stdin.write(b"%s %d\n" % (wanted.encode(), len(source)))
+                process.stdin.write(source)
+                process.stdin.flush()
+            answer, data = _answer(process.stdout, kind)
+        finally:
+            timer.cancel()
+            timer.join()
+        if data:
+            return tuple(answer["shape"]), data
+        if (missing := answer.get("missing")) is not None:
+            raise MissingExtraError(missing, name="PIL" if kind == "image" else "soundfile")
+        if (reason := answer.get("error")) is not None:
+            raise InvalidRequestError(kind, answer.get("value", name), reason)
+        status = self._end()
+        limit = f"an intact file (the process that decodes it ended with {status})"
+        if is_late.is_set():
+            limit = f"{WORDS[kind]} that is decoded within {DECODE_S:.0f} s"
+        raise InvalidRequestError(kind, name, limit)
+
+    def _started(self, name: str) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._end()
+        command = child_command("cllm.engine.media_child", str(math.ceil(DECODE_S)))
+        try:
+            self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -228,29 +308,23 @@ class Decoding:
             raise RequestError(
                 f"the process that decodes {name} cannot be started: {reason}"
             ) from None
-        with started as process:
-            self._process = process
-            try:
-                if self._is_stopped:  # checked last: `stop` may have been called meanwhile
-                    process.kill()
-                output, _ = process.communicate(source, timeout=DECODE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                limit = f"{WORDS[kind]} that is decoded within {DECODE_S:.0f} s"
-                raise InvalidRequestError(kind, name, limit) from None
-            finally:
-                self._process = None
-        line, _, data = output.partition(b"\n")
-        ended = f"an intact file (the process that decodes it ended with {process.returncode})"
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            raise InvalidRequestError(kind, name, ended) from None
-        if (missing := answer.get("missing")) is not None:
-            raise MissingExtraError(missing, name="PIL" if kind == "image" else "soundfile")
-        if (reason := answer.get("error")) is not None:
-            raise InvalidRequestError(kind, answer.get("value", name), reason)
-        shape = tuple(answer["shape"])
-        if len(data) != n_bytes_of(shape):
-            raise InvalidRequestError(kind, name, ended)
-        return Decoded.of(shape, data)
+        if self._is_stopped:  # checked last: `stop` may have been called meanwhile
+            self._process.kill()
+        return self._process
+
+
+def _answer(output: IO[bytes], kind: str) -> tuple[dict[str, Any], bytes]:
+    """Return the answer of a process and the pixels or samples; both empty if it has ended.
+
+    A damaged file may make it write anything.
+    """
+    try:
+        answer = dict(json.loads(output.readline(MAX_ANSWER)))
+        if (shape := answer.get("shape")) is None:
+            return answer, b""
+        n_bytes = n_bytes_of(shape)
+        is_possible = kind_of(shape) == kind and min(shape) > 0 and n_bytes <= MAX_BYTES
+        data = output.read(n_bytes) if is_possible else b""
+    except (ValueError, TypeError):
+        return {}, b""
+    return (answer, data) if data and len(data) == n_bytes else ({}, b"")

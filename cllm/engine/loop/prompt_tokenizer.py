@@ -126,13 +126,13 @@ class PromptTokenizer:
             An image or audio cannot be read, or all have too many bytes together.
         """
         media, n_ctx, n_bytes = list[MediaInput](), self._model().n_ctx, 0
-        async with self.media.turn():
+        async with self.media.turn() as decoder:
             for part in parts:
                 if not isinstance(part, NamedMedia):
                     tokens += await self.worker.run(partial(tokenize, part))
                     continue
                 try:
-                    found = await self.media.read(part)
+                    found = await self.media.read(part, decoder)
                 except InvalidRequestError:
                     if words is None or not part.is_optional:
                         raise
