@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -309,3 +311,56 @@ async def test_whatever_course_streams_take_they_are_where_their_tokens_are(
         for number in range(3):
             await _any_course(engine, random.Random(f"{seed} {number}"), tmp_path)
         assert engine.statistics().n_kv_cells_used == 0
+
+
+async def test_a_stream_whose_id_another_request_has_now_cannot_go_back() -> None:
+    async with FakeEngine(LONG, stream_buffer=4) as engine:
+        async with engine.stream("p", request_id="x", max_tokens=9) as first:
+            await first.completion()
+            async with engine.stream("p", request_id="x") as second:
+                await read(second, 2)
+                with pytest.raises(InvalidRequestError, match="request_id is 'x', must be not in"):
+                    await first.rewind(2)
+                assert (await second.completion()).text == (await engine.generate("p")).text
+            await first.rewind(2)  # the id is free again
+            assert (await first.completion()).usage.n_output == 9
+        assert await engine.audit() == []
+
+
+async def test_no_request_takes_the_id_of_a_stream_that_is_going_back() -> None:
+    """Between the end of its request and the next one, none is open."""
+    async with FakeEngine(LONG, stream_buffer=4) as engine:
+        async with engine.stream("p", request_id="x", max_tokens=40) as stream:
+            await read(stream, 8)
+            refused = 0
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stream.rewind, 3)
+                while not stream._is_continuing:
+                    await anyio.lowlevel.checkpoint()
+                while stream._is_continuing:
+                    with pytest.raises(InvalidRequestError, match="must be not in use"):
+                        await engine.generate("q", request_id="x", max_tokens=1)
+                    refused += 1
+                    await anyio.lowlevel.checkpoint()
+            assert refused
+            assert (await stream.completion()).text == (await engine.generate("p")).text
+        assert await engine.audit() == []
+
+
+async def test_one_task_at_a_time_makes_a_stream_go_on_from_another_place() -> None:
+    async with FakeEngine(LONG, stream_buffer=4) as engine:
+        async with engine.stream("p", max_tokens=40, request_id="x") as stream:
+            await read(stream, 8)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(stream.rewind, 3)
+                while not stream._is_continuing:
+                    await anyio.lowlevel.checkpoint()
+                for call in (
+                    partial(stream.rewind, 1),
+                    partial(stream.inject, "a"),
+                    stream.__anext__,
+                ):
+                    with pytest.raises(anyio.BusyResourceError):
+                        await call()
+            assert (await stream.completion()).text == (await engine.generate("p")).text
+        assert await engine.audit() == []

@@ -11,6 +11,7 @@ import pytest
 
 from cllm import ClosedError, Completion, Engine, InvalidRequestError, ModelLoadError
 from cllm.bindings import Context, EmbeddingContext, LoraAdapter, Model
+from cllm.engine.config import EMBEDDED_MODEL
 from cllm.engine.lora import NO_LORA
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeEngine
@@ -208,6 +209,28 @@ async def test_eight_requests_with_three_sets_at_once_get_each_what_it_gets_alon
         for _ in range(2):  # the second time, with what the first has left in the prefix cache
             answers = await answers_of(engine, uses)
             assert [answer.token_ids for answer in answers] == expected
+        assert await engine.audit() == []
+
+
+async def test_a_complete_output_that_is_resumed_goes_back_with_its_adapters(
+    tmp_path: Path,
+) -> None:
+    adapter = make_lora(tmp_path / "a.gguf", Path(EMBEDDED_MODEL), seed=2)
+    options: dict[str, Any] = {**GREEDY, "lora": {"a": 1.0}, "max_tokens": 12, "ignore_eos": True}
+    async with Engine(
+        lora=[("a", str(adapter), 0.0)], n_ctx=512, stream_buffer=64, **QUIET
+    ) as engine:
+        whole = await engine.generate("the cat", **options)
+        async with engine.stream("the cat", **options) as stream:
+            await anext(stream)
+            while engine.statistics().n_running:  # until the output is complete
+                await engine.audit()
+            saved = await stream.suspend()
+        async with engine.resume(saved) as resumed:
+            for _ in range(4):
+                await anext(resumed)
+            await resumed.rewind(3)
+            assert (await resumed.completion()).token_ids == whole.token_ids
         assert await engine.audit() == []
 
 

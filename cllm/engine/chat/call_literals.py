@@ -18,6 +18,8 @@ from cllm.engine.chat.tool_schema import ValueSchema
 from cllm.engine.json_schema import TYPES
 
 MAX_DEPTH = 64
+# What Python's parser does not take inside a string.
+ESCAPED = str.maketrans({"\n": "\\n", "\r": "\\r", "\0": "\\x00"})
 QUOTE = '<|"|>'
 NO_KEY = re.compile(r"""[\s"'()\[\]{},=]""")  # characters that a key before `=` cannot have
 
@@ -126,8 +128,7 @@ def _python_text(reader: TextReader) -> Step[str]:
     depth, quote, n = 0, "", 0
     while True:
         text, mark = yield from reader.until(*"()[]{},\"'\\")
-        # A line end inside a string is accepted; Python's parser needs it escaped.
-        parts.append(text.replace("\n", "\\n") if quote else text)
+        parts.append(text.translate(ESCAPED) if quote else text)
         if not (quote or depth) and mark in ",)":
             reader.at -= 1
             return "".join(parts).strip()

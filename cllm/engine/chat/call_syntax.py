@@ -25,6 +25,7 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 ID_KEYS = ("id", "tool_call_id", "call_id")
 OTHER_KEYS = ("type", "index")
 MAX_NAME = 256
+MAX_BEFORE_CALL = 64  # characters between the start of a section and its first call
 MAX_PYTHON = 1 << 16  # characters of one value in Python's notation
 # Attributes after the name in a tag, and the `/` that may end the tag.
 ATTRIBUTES = re.compile(r"""(?:\s*[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))*\s*/?""")
@@ -357,18 +358,29 @@ def section(
     section_end: str,
     read_call: Callable[[TextReader, CallSink], Step[None]],
 ) -> Step[None]:
-    """Read calls up to `section_end` or the end of the text; text between them is content."""
+    """Read calls up to `section_end` or the end of the text; text between them is content.
+
+    Raises
+    ------
+    MismatchError
+        No call is near the start: an answer that names the marker of sections.
+    """
     ends = tuple(filter(None, (section_end,)))
+    is_first = True
     while True:
         yield from reader.skip_space()
         if (yield from reader.is_at_end()):
             return
-        noise, marker = yield from reader.until(call_start, *ends)
-        if noise.strip():
-            sink.between(noise)
+        if is_first:
+            noise, marker = yield from reader.until(call_start, *ends, limit=MAX_BEFORE_CALL)
+            if noise.strip():
+                sink.between(noise)
+        else:
+            _, marker = yield from reader.until(call_start, *ends, emit=sink.between)
         if marker in ends:
             return
         yield from read_call(reader, sink)
+        is_first = False
 
 
 @dataclass(frozen=True, slots=True)

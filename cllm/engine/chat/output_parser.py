@@ -148,7 +148,9 @@ class OutputParser:
             except EndOfTextError:
                 self._end_space()
                 return
-            if reasoning and marker == start:
+            if reasoning and marker == start and self._has_content:
+                self.content(marker)  # an answer that names it
+            elif reasoning and marker == start:
                 self._space = ""
                 yield from self._reasoning(reasoning[1])
             elif marker in triggers:

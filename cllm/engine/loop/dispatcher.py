@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,7 @@ from cllm.engine.loop.request_call import RequestCall
 from cllm.engine.request import GenerationRequest, ModelInfo
 from cllm.engine.thread.mailbox import Inbox
 from cllm.engine.thread.worker_thread import PendingCall
-from cllm.errors import ClosedError, EngineFailedError
+from cllm.errors import ClosedError, EngineFailedError, InvalidRequestError
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
@@ -93,6 +94,7 @@ class Dispatcher:
         self._loop_guard = loop_guard
         self._gate = gate
         self._channels: dict[str, Channel] = {}
+        self._kept: set[str] = set()
         self._embeddings: dict[str, PendingEmbedding] = {}
         self._n_serial = 0
         self._questions: dict[int, PendingCall[Any]] = {}
@@ -108,8 +110,26 @@ class Dispatcher:
         return self.model
 
     def is_open(self, request_id: str) -> bool:
-        """Return True if a request of this id is open."""
-        return request_id in self._channels
+        """Return True if a request of this id is open, or about to continue."""
+        return request_id in self._channels or request_id in self._kept
+
+    @contextmanager
+    def kept_id(self, channel: Channel) -> Iterator[None]:
+        """Keep the id of a channel's request for another request that continues it.
+
+        Raises
+        ------
+        InvalidRequestError
+            The request has ended, and another one has its id.
+        """
+        request_id = channel.request_id
+        if request_id in self._kept or self._channels.get(request_id, channel) is not channel:
+            raise InvalidRequestError("request_id", request_id, "not in use")
+        self._kept.add(request_id)
+        try:
+            yield
+        finally:
+            self._kept.discard(request_id)
 
     def channel(
         self, call: RequestCall, request: GenerationRequest, capacity: int, **options: Any

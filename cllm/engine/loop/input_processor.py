@@ -145,6 +145,8 @@ class InputProcessor:
             submitted_at=time.perf_counter(),
             deadline=None,
             generated_token_ids=call.generated,
+            tenant=call.tenant,
+            media=continuation.media,
         )
         return self._dispatcher.channel(
             call, request, 1, answer=continuation.answer, continuation=continuation
@@ -153,11 +155,19 @@ class InputProcessor:
     async def reopen(
         self, channel: Channel, call: RequestCall, continuation: Continuation
     ) -> Channel:
-        """Replace the request of a channel by `call`; if that is rejected, nothing has changed."""
+        """Replace the request of a channel by `call`; if that is rejected, nothing has changed.
+
+        Raises
+        ------
+        InvalidRequestError
+            As for `open`; or the request has ended, and another one has its id.
+        """
+        # An output that was complete has no request; its adapters are those of its call.
+        is_request = channel.continuation is None or not channel.continuation.is_finished
         # `visit` keeps an old model until the request continues, and `is_known` skips the queue: a running
         # request does not wait for others.
-        with self._gate.visit():
-            lora = channel.request.lora  # whatever was loaded since
+        with self._gate.visit(), self._dispatcher.kept_id(channel):
+            lora = channel.request.lora if is_request else None  # whatever was loaded since
             follower = await self._prepare(call, continuation, is_running=True, lora=lora)
             await channel.take()
             if channel.error is not None and not isinstance(channel.error, GenerationError):

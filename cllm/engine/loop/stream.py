@@ -74,6 +74,7 @@ class TokenStream:
         self._continues = continues
         self._source: InputProcessor | None = None
         self._is_submitting = False
+        self._is_continuing = False  # another request is replacing the present one
         self._channel: Channel | None = None
         self._is_closed = self._is_given_up = False
         self._is_entered = self._has_ended = False
@@ -103,6 +104,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
+        self._check_not_continuing()
         if self._is_closed:
             if self._has_ended:
                 raise StopAsyncIteration
@@ -355,6 +357,7 @@ class TokenStream:
         unread: tuple[TokenDelta, ...] = (),
     ) -> None:
         """Replace the request by one that continues from these tokens, the last of which may be unread."""
+        self._check_not_continuing()
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
         call = channel.call
@@ -373,14 +376,22 @@ class TokenStream:
             submitted_at=request.submitted_at,
             deadline=request.deadline,
         )
-        with self._closed_if_taken(channel):
-            self._adopt(await self._opener.reopen(channel, call, continuation))
+        self._is_continuing = True
+        try:
+            with self._closed_if_taken(channel):
+                self._adopt(await self._opener.reopen(channel, call, continuation))
+        finally:
+            self._is_continuing = False
         self._read_ids, self._read_logprobs = [], []
         self._is_closed = self._has_ended = False
         if self._banned is not None:
             self._banned = BannedStrings(call.params.banned_strings)
         if self._is_given_up:  # cancelled during `reopen`
             self._present.cancel()
+
+    def _check_not_continuing(self) -> None:
+        if self._is_continuing:
+            raise anyio.BusyResourceError("continuing")
 
     @contextmanager
     def _closed_if_taken(self, channel: Channel) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -132,6 +133,19 @@ async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
     message = "the effort %s is ignored: the chat template has nothing that it changes"
     log_once(logger, message, effort)
     return {**options, "reasoning_effort": None}
+
+
+def arguments_of(text: str) -> Any:
+    """Return the arguments of a call as an object; their text if they were cut off, or are not JSON.
+
+    JSON has no infinity, which Python reads from 1e999.
+    """
+    try:
+        arguments = json.loads(text or "{}")
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:
+        return {"_cut_off": text}
+    return arguments
 
 
 def client_tools_of(tools: Sequence[Mapping[str, Any]] | None) -> ClientTools:

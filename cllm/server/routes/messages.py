@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
 from cllm.engine import media_parts
 from cllm.server.answers.answer import AnswerForm
-from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted
+from cllm.server.answers.chat_call import ChatCall, answer_chat, arguments_of, hinted
 from cllm.server.answers.client_tools import ClientTools
 from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.bodies.fields import Flag, Integer, Number, Text, Texts
@@ -332,13 +331,7 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": signature}
     if block.kind != CALL:
         return {"type": "text", "text": block.text}
-    used: Any = {}
-    if block.text:
-        try:
-            used = json.loads(block.text)
-            json.dumps(used, allow_nan=False)  # JSON has no infinity, as of 1e999
-        except ValueError:  # also if the arguments are cut off: their text is kept
-            used = {"_cut_off": block.text}
+    used = arguments_of(block.text)
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": used}
 
 

@@ -6,7 +6,6 @@ the server decides how long a model stays loaded.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -28,7 +27,13 @@ from cllm import (
     TokenStream,
 )
 from cllm.server.answers.answer import AnswerForm, answer
-from cllm.server.answers.chat_call import ChatCall, answer_chat, client_tools_of, hinted
+from cllm.server.answers.chat_call import (
+    ChatCall,
+    answer_chat,
+    arguments_of,
+    client_tools_of,
+    hinted,
+)
 from cllm.server.answers.infill import Gap, prompt_of_gap
 from cllm.server.bodies.fields import (
     MAX_SEED,
@@ -379,7 +384,7 @@ class OllamaForm(AnswerForm):
                     "function": {
                         "index": i,
                         "name": call.name,
-                        "arguments": _object(call.arguments),
+                        "arguments": arguments_of(call.arguments),
                     },
                 }
                 for i, call in enumerate(calls.tool_calls)
@@ -389,14 +394,6 @@ class OllamaForm(AnswerForm):
         else:
             said = {"response": text, **said}
         return {"model": self._model, "created_at": _now(), **said, **({"done": False} | fields)}
-
-
-def _object(arguments: str) -> Any:
-    """Return the arguments of a call as an object; their text if they were cut off."""
-    try:
-        return json.loads(arguments) if arguments else {}
-    except ValueError:
-        return {"_cut_off": arguments}
 
 
 def _account(done: Completion) -> dict[str, Any]:
