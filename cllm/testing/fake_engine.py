@@ -67,25 +67,49 @@ class FakeAnswer:
     ----------
     text, reasoning : str
     tool_calls : sequence
-        Each a name and its arguments, a mapping or JSON text: `[("get_weather", {"city": "Oslo"})]`.
+        Each a name and its arguments, a mapping or JSON text: `[("get_weather", {"city": "Oslo"})]`.  Or a
+        mapping of `name` and `arguments`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        A call without a name, or with anything but a name and arguments.
     """
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: Sequence[tuple[str, Mapping[str, Any] | str]] = ()
+    tool_calls: Sequence[tuple[str, Mapping[str, Any] | str] | Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tool_calls", tuple(map(_call, self.tool_calls)))
 
     def written(self) -> str:
         """Return the text that a model would write: reasoning in `<think>` tags, the text, then the calls."""
         thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
-        calls = []
-        for name, arguments in self.tool_calls:
-            text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
-            calls.append(DEFAULT_CALLS.write(name, text))
+        calls = [DEFAULT_CALLS.write(*_call(call)) for call in self.tool_calls]
         return thought + "\n".join([*filter(None, [self.text]), *calls])
+
+
+def _call(given: Any) -> tuple[str, str]:
+    """Return the name of a call and its arguments as text."""
+    try:
+        if not isinstance(given, Mapping):
+            name, arguments = given
+        elif set(given) <= {"name", "arguments"}:
+            name, arguments = given["name"], given.get("arguments", {})
+        else:
+            raise KeyError
+        if not isinstance(name, str):
+            raise TypeError
+        return name, arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
+    except (KeyError, TypeError, ValueError):
+        limit = "a name and its arguments"
+        raise InvalidArgumentError("tool_calls", given, limit) from None
 
 
 Answer = str | FakeAnswer
 Answers = Mapping[str, Answer] | Callable[[str], Answer]
+FindAnswer = Callable[[GenerationRequest, str], Answer]
 
 N_CTX_TRAIN = 4096
 CHAT_TEMPLATE = (
@@ -177,7 +201,8 @@ class FakeEngine(Engine):
         if not (answers is None or callable(answers) or isinstance(answers, Mapping)):
             limit = "a mapping from prompts to answers, a function or None: there is no model"
             raise InvalidArgumentError("answers", answers, limit)
-        self._answers: Answers = _repeat if answers is None else answers
+        # Not a method: the inference thread, which calls it, must not keep the engine.
+        self._find_answer: FindAnswer = partial(_scripted, _repeat if answers is None else answers)
         self._make_decoder = partial(
             _decoder_of,
             faults=faults,
@@ -197,7 +222,7 @@ class FakeEngine(Engine):
             self.media = FakeMediaEncoder()
             self.loras = FakeLoras()
         parts = self.decoder, self.encoder, self.media, self.loras
-        return _FakeBackend(config, *parts, self._answers)
+        return _FakeBackend(config, *parts, self._find_answer)
 
     def fail_next_decode(self, fault: Fault) -> None:
         """Make the next decode that begins after this call fail, once.
@@ -236,14 +261,14 @@ class _FakeBackend:
         encoder: FakeTextEncoder,
         media: FakeMediaEncoder,
         loras: FakeLoras,
-        answers: Answers,
+        find_answer: FindAnswer,
     ) -> None:
         self._config = config
         self._decoder = decoder
         self._encoder = encoder
         self._media = media
         self._loras = loras
-        self._answers = answers
+        self._find_answer = find_answer
         self._vocabulary = FakeVocabulary()
 
     def check_memory(self, loaded: EngineConfig | None) -> None:
@@ -305,17 +330,7 @@ class _FakeBackend:
     def _make_sampler(self, request: GenerationRequest) -> _ScriptedSampler:
         if request.deadline == request.submitted_at:  # expired, perhaps before its prompt was read
             return _ScriptedSampler([])
-        prompt = _text_of(self._vocabulary, request)
-        answers = self._answers
-        answer: Answer
-        if callable(answers):
-            answer = answers(prompt)
-        elif (scripted := _answer_of(answers, prompt)) is not None:
-            answer = scripted
-        elif request.first_scored is not None:  # a request for scores needs no answer
-            answer = ""
-        else:
-            raise LookupError(f"no answer is scripted for {prompt!r}, but for {list(answers)}")
+        answer = self._find_answer(request, _text_of(self._vocabulary, request))
         text = answer.written() if isinstance(answer, FakeAnswer) else answer
         return _ScriptedSampler(self._vocabulary.tokenize(text))
 
@@ -335,6 +350,17 @@ def _text_of(vocabulary: FakeVocabulary, request: GenerationRequest) -> str:
         text += shown(media.kind)
         end = span.end
     return text + vocabulary.join(tokens[end:]).decode("utf-8", "replace")
+
+
+def _scripted(answers: Answers, request: GenerationRequest, prompt: str) -> Answer:
+    """Return the answer to a request, which has this text as its prompt."""
+    if callable(answers):
+        return answers(prompt)
+    if (scripted := _answer_of(answers, prompt)) is not None:
+        return scripted
+    if request.first_scored is not None:  # a request for scores needs no answer
+        return ""
+    raise LookupError(f"no answer is scripted for {prompt!r}, but for {list(answers)}")
 
 
 def _repeat(prompt: str) -> str:

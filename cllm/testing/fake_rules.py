@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import threading
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,15 @@ class FakeRule:
     message: str = "a scripted error"
     retry_after_s: int | None = None
     disconnect_after: int | None = None
-    calls: tuple[tuple[str, str], ...] = field(default=(), init=False)
+    calls: tuple[tuple[str, str], ...] = field(default=(), init=False)  # names and arguments
 
     def __post_init__(self) -> None:
         _check(self)
-        object.__setattr__(self, "calls", tuple(map(_call, self.tool_calls)))
+        try:
+            calls = FakeAnswer(tool_calls=self.tool_calls).tool_calls
+        except TypeError:
+            raise InvalidArgumentError("tool_calls", self.tool_calls, "a list") from None
+        object.__setattr__(self, "calls", calls)
 
     def answer(self, question: str) -> FakeAnswer:
         """Return the answer to a question that matches, with its placeholders filled in."""
@@ -87,14 +92,6 @@ class FakeRule:
         return FakeAnswer(filled(self.text, groups), self.reasoning, calls)
 
 
-@dataclass(slots=True, eq=False)
-class Chosen:
-    """Rule for one request; `n_left` is the number of answers that are still to come, by question."""
-
-    rule: FakeRule
-    n_left: dict[str, int]
-
-
 class FakeRules:
     """Rules in order: the first one that matches a question and is not used up answers it.
 
@@ -105,7 +102,7 @@ class FakeRules:
         self._rules = tuple(rules)
         self._n_left = [rule.times for rule in self._rules]
         self._lock = threading.Lock()
-        self._open: list[Chosen] = []
+        self._open: dict[str, tuple[FakeRule, Sequence[str]]] = {}  # by the id of a request
 
     @classmethod
     def of(cls, given: object) -> FakeRules:
@@ -150,15 +147,11 @@ class FakeRules:
             raise _unreadable(path, str(error)) from None
         return cls.of(_yaml(path, text))
 
-    def choose(self, questions: Sequence[str], role: str = "user", n: int = 1) -> Chosen | None:
-        """Choose the rule for the first question of a request, and count it as used; None if no rule matches.
-
-        The caller passes the result to `end` when the request has ended.
+    def choose(self, question: str, role: str = "user") -> FakeRule | None:
+        """Choose the rule for a question, and count it as used; None if no rule matches.
 
         Parameters
         ----------
-        questions : sequence of str
-            Prompts that the rule answers, each `n` times.
         role : str
             Role of the last message.
         """
@@ -166,41 +159,51 @@ class FakeRules:
             for number, rule in enumerate(self._rules):
                 if self._n_left[number] == 0 or rule.role not in (None, role):
                     continue
-                if re.search(rule.when, questions[0]):
+                if re.search(rule.when, question):
                     n_left = self._n_left[number]
                     self._n_left[number] = None if n_left is None else n_left - 1
-                    n_each = Counter(questions)
-                    chosen = Chosen(rule, {each: n * n_each[each] for each in n_each})
-                    self._open.append(chosen)
-                    return chosen
+                    return rule
         return None
 
-    def end(self, chosen: Chosen) -> None:
-        """Forget the rule of a request that has ended."""
-        with self._lock:
-            self._open.remove(chosen)
+    @contextmanager
+    def answering(self, request_id: str, rule: FakeRule, questions: Sequence[str]) -> Iterator[str]:
+        """Answer the questions of a request by a rule inside the block.
 
-    def answer(self, prompt: str) -> FakeAnswer:
-        """Return the answer to the prompt of an open request, by the rule that was chosen first for it.
+        Yield the id that the request must have: another one if a request of this id is open.
+        """
+        with self._lock:
+            while not request_id or request_id in self._open:
+                request_id = secrets.token_hex(8)
+            self._open[request_id] = rule, questions
+        try:
+            yield request_id
+        finally:
+            with self._lock:
+                del self._open[request_id]
+
+    def answer(self, request_id: str, prompt: str) -> FakeAnswer:
+        """Return the answer to a prompt of a request.
+
+        Parameters
+        ----------
+        request_id : str
+            Of an open request, or that with "/" and a suffix.  Another request gets the first rule that
+            matches its prompt.
 
         Raises
         ------
         LookupError
-            No rule was chosen for it, or all answers were given.
+            No rule matches.
         """
         with self._lock:
-            found = [
-                (question, chosen)
-                for chosen in self._open
-                for question, n in chosen.n_left.items()
-                if n and (prompt == question or prompt.endswith(question + ASKED))
-            ]
-            if not found:
+            found = self._open.get(request_id) or self._open.get(request_id.rpartition("/")[0])
+        if found is None:
+            if (rule := self.choose(prompt)) is None:
                 raise LookupError("no rule is for it")
-            # The end of a question may be the question of another request.
-            question, chosen = max(found, key=lambda each: len(each[0]))
-            chosen.n_left[question] -= 1
-            return chosen.rule.answer(question)
+            return rule.answer(prompt)
+        rule, questions = found
+        asked = [each for each in questions if prompt == each or prompt.endswith(each + ASKED)]
+        return rule.answer(max(asked, key=len, default=questions[0]))
 
 
 def _rule(number: int, given: object) -> FakeRule:
@@ -208,10 +211,11 @@ def _rule(number: int, given: object) -> FakeRule:
     if not isinstance(given, Mapping):
         raise InvalidArgumentError(name, given, "a mapping")
     known = {each.name for each in fields(FakeRule) if each.init}
-    if unknown := sorted(set(map(str, given)) - known):
-        near = closest(unknown[0], known)
-        limit = f"of {', '.join(sorted(known))}" if near is None else f"called {near!r}"
-        raise InvalidArgumentError(f"{name}.{unknown[0]}", given[unknown[0]], limit)
+    for key in given:
+        if key not in known:
+            near = closest(str(key), known)
+            limit = f"of {', '.join(sorted(known))}" if near is None else f"called {near!r}"
+            raise InvalidArgumentError(f"{name}.{key}", given[key], limit)
     try:
         return FakeRule(**given)
     except InvalidArgumentError as error:
@@ -221,7 +225,7 @@ def _rule(number: int, given: object) -> FakeRule:
 def _check(rule: FakeRule) -> None:
     """Reject values that a rule cannot have."""
     try:
-        re.compile(rule.when)
+        re.compile(rule.when).search("")
     except (re.error, TypeError) as error:
         raise InvalidArgumentError("when", rule.when, f"a regular expression: {error}") from None
     if rule.role not in (None, *ROLES):
@@ -239,19 +243,10 @@ def _check(rule: FakeRule) -> None:
             raise InvalidArgumentError(name, value, "a number")
         if not 0 <= value <= MAX_SECONDS:
             raise InvalidArgumentError(name, value, f"0 to {MAX_SECONDS:g} seconds")
-    if rule.status is not None and rule.status not in ERROR_STATUSES:
+    if rule.status is not None and (
+        type(rule.status) is not int or rule.status not in ERROR_STATUSES
+    ):
         raise InvalidArgumentError("status", rule.status, "an error, 400 to 599")
-
-
-def _call(given: Any) -> tuple[str, str]:
-    try:
-        name, arguments = (
-            (given["name"], given.get("arguments", {})) if isinstance(given, Mapping) else given
-        )
-        text = arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
-    except (KeyError, TypeError, ValueError):
-        raise InvalidArgumentError("tool_calls", given, "a name and its arguments") from None
-    return str(name), text
 
 
 def _yaml(path: Path, text: str) -> object:

@@ -21,17 +21,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.engine import media_parts
 from cllm.engine.chat.media_marks import shown
 from cllm.engine.config import EngineConfig
+from cllm.engine.request import GenerationRequest
 from cllm.errors import EngineFailedError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
+from cllm.server.http.limits import HEADER, REQUEST_ID
 from cllm.server.http.problems import Problem, route_path
 from cllm.server.serving import Server, listen
-from cllm.testing.fake_engine import FakeEngine
+from cllm.testing.fake_engine import FakeAnswer, FakeEngine
 from cllm.testing.fake_rules import FakeRule, FakeRules
 from cllm.testing.fake_vocabulary import FakeVocabulary
 
+# Without `/v1`.
 QUESTIONS = (
-    "/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat",
+    "/generate", "/completions", "/completion", "/chat/completions", "/responses", "/messages", "/api/chat",
     "/api/generate",
 )  # fmt: skip
 N_CTX = 16384
@@ -85,7 +88,8 @@ class ScriptedFaults:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or route_path(scope) not in QUESTIONS:
+        path = route_path(scope) if scope["type"] == "http" else ""
+        if path.removeprefix("/v1") not in QUESTIONS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         data = await _read(receive)
@@ -93,40 +97,50 @@ class ScriptedFaults:
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        self._asked.append(Asked(route_path(scope), body, headers))
-        questions, role, n = questions_of(body)
-        chosen = self._rules.choose(questions, role, n)
-        if chosen is None:
+        self._asked.append(Asked(path, body, headers))
+        questions, role = questions_of(body)
+        rule = self._rules.choose(questions[0], role)
+        if rule is None:
             message = f"no rule is for {questions[0][:200]!r}"
             await Problem(400, message, code="no_rule").response_to(scope)(scope, receive, send)
             return
-        try:
-            await anyio.sleep(chosen.rule.first_token_s)
-            if (status := chosen.rule.status) is not None:
-                await _problem_of(chosen.rule, status).response_to(scope)(scope, receive, send)
-                return
-            await self._app(scope, _again(data, receive), _paced(send, chosen.rule))
-        finally:
-            self._rules.end(chosen)
+        if await _leaves_within(rule.first_token_s, receive):
+            return
+        if rule.status is not None:
+            await _problem_of(rule, rule.status).response_to(scope)(scope, receive, send)
+            return
+        given = headers.get(HEADER, "")
+        given = given if REQUEST_ID.fullmatch(given) else ""
+        with self._rules.answering(given, rule, questions) as request_id:
+            others = [each for each in scope["headers"] if each[0] != HEADER.encode()]
+            scope = {**scope, "headers": [*others, (HEADER.encode(), request_id.encode())]}
+            await self._app(scope, _again(data, receive), _paced(send, rule))
 
 
-def questions_of(body: Any) -> tuple[Sequence[str], str, int]:
-    """Return the last message or the prompts of a request, the role, and the number of answers to each."""
+async def _leaves_within(seconds: float, receive: Receive) -> bool:
+    """Wait, and return False; True at once if the client leaves.  The body has been read."""
+    with anyio.move_on_after(seconds):
+        while seconds and (await receive())["type"] != "http.disconnect":
+            pass
+        return seconds > 0
+    return False
+
+
+def questions_of(body: Any) -> tuple[Sequence[str], str]:
+    """Return the last message or the prompts of a request, and the role."""
     if not isinstance(body, Mapping):
-        return [""], "user", 1
-    n = body.get("n", 1)
-    n_answers = n if type(n) is int and n > 0 else 1
+        return [""], "user"
     messages = body.get("messages", body.get("input"))
     if isinstance(messages, str):
-        return [messages], "user", n_answers
+        return [messages], "user"
     if isinstance(messages, list) and messages and isinstance(messages[-1], Mapping):
         question, role = _last_of(messages[-1])
-        return [question], role, n_answers
+        return [question], role
     prompt = body.get("prompt", "")
     if isinstance(prompt, list) and any(isinstance(part, Mapping) for part in prompt):
-        return [_text_of(prompt)], "user", n_answers  # texts and media
+        return [_text_of(prompt)], "user"  # texts and media
     is_several = isinstance(prompt, list) and not any(type(part) is int for part in prompt)
-    return list(map(_prompt_text, prompt if is_several else [prompt])) or [""], "user", n_answers
+    return list(map(_prompt_text, prompt if is_several else [prompt])) or [""], "user"
 
 
 def _prompt_text(prompt: object) -> str:
@@ -144,18 +158,29 @@ def _last_of(message: Mapping[str, Any]) -> tuple[str, str]:
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or "", str(message.get("role", "user"))
-    for part in reversed(content) if isinstance(content, list) else ():
-        if isinstance(part, Mapping) and part.get("type") == "tool_result":
-            return _text_of(part.get("content", "")), "tool"
-    return _text_of(content), str(message.get("role", "user"))
+    parts = content if isinstance(content, list) else [content]
+    results = [i for i, part in enumerate(parts) if _is_result(part)]
+    if results and results[-1] == len(parts) - 1:
+        return _text_of(parts[-1].get("content", "")), "tool"
+    parts = parts[results[-1] + 1 :] if results else parts  # text behind results is the user's
+    return _text_of(parts), str(message.get("role", "user"))
+
+
+def _is_result(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "tool_result"
 
 
 def _text_of(content: Any) -> str:
     """Return the text of a content, with `<image>` and `<audio>` in place of media."""
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        return "".join(map(_text_of, content))
+    if isinstance(content, list):  # line ends between texts, as in the prompt
+        text, was_text = "", False
+        for part in content:
+            is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            text += ("\n" if was_text and is_text else "") + _text_of(part)
+            was_text = is_text
+        return text
     if not isinstance(content, Mapping):
         return ""
     kind = content.get("type")
@@ -218,6 +243,20 @@ def _paced(send: Send, rule: FakeRule) -> Send:
     return paced
 
 
+class RuledEngine(FakeEngine):
+    """`FakeEngine` that answers by rules; scores need none."""
+
+    def __init__(self, rules: FakeRules, config: EngineConfig) -> None:
+        super().__init__(config=config)
+
+        def find(request: GenerationRequest, prompt: str) -> FakeAnswer:
+            if request.first_scored is not None:
+                return FakeAnswer()
+            return rules.answer(request.request_id, prompt)
+
+        self._find_answer = find
+
+
 def create_fake_app(
     rules: FakeRules,
     engine: EngineConfig | None = None,
@@ -229,7 +268,7 @@ def create_fake_app(
     app = create_app(
         engine,
         config,
-        make_engine=lambda config: FakeEngine(rules.answer, config=config),
+        make_engine=lambda config: RuledEngine(rules, config),
         **options,
     )
     logging.getLogger("uvicorn.error").addFilter(_is_unexpected)

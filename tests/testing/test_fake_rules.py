@@ -32,12 +32,10 @@ rules:
 
 
 def answered(rules: FakeRules, question: str, role: str = "user") -> FakeAnswer:
-    chosen = rules.choose([question], role)
-    assert chosen is not None
-    try:
-        return rules.answer(f"system: be nice\nuser: {question}\nassistant: ")
-    finally:
-        rules.end(chosen)
+    rule = rules.choose(question, role)
+    assert rule is not None
+    with rules.answering("", rule, [question]) as request_id:
+        return rules.answer(request_id, f"system: be nice\nuser: {question}\nassistant: ")
 
 
 def test_the_first_rule_that_is_for_a_question_and_is_left_answers_it(tmp_path: Path) -> None:
@@ -46,38 +44,33 @@ def test_the_first_rule_that_is_for_a_question_and_is_left_answers_it(tmp_path: 
     rules = FakeRules.read(path)
     called = answered(rules, "What is the weather?")
     assert (called.reasoning, called.tool_calls) == (
-        "I look it up.", [("get_weather", '{"city": "Oslo"}')],
+        "I look it up.", (("get_weather", '{"city": "Oslo"}'),),
     )  # fmt: skip
     assert answered(rules, "20 C", "tool").text == "It is 20 C."
     assert answered(rules, "tea, please").text == "Here: tea"
-    first = rules.choose(["once"])
+    first = rules.choose("once")
     assert first is not None
-    assert (first.rule.status, first.rule.retry_after_s) == (429, 2)
-    rules.end(first)
+    assert (first.status, first.retry_after_s) == (429, 2)
     assert answered(rules, "once").text == "Hello!"
 
 
-def test_each_answer_of_a_request_is_of_its_own_rule_whoever_asks_beside_it() -> None:
-    rules = FakeRules.of([{"times": 1, "text": "first"}, {"text": "second"}])
-    first, second = rules.choose(["a", "b"], n=2), rules.choose(["a"])
+def test_each_request_is_answered_by_its_own_rule_beside_others_with_the_same_prompt() -> None:
+    rules = FakeRules.of([{"times": 1, "text": "first {0}", "when": ".*"}, {"text": "second"}])
+    first, second = rules.choose("a"), rules.choose("a")
     assert first is not None
     assert second is not None
-    assert [rules.answer("a").text for _ in range(3)] == ["first", "first", "second"]
-    assert [rules.answer("b").text for _ in range(2)] == ["first", "first"]
+    with (
+        rules.answering("x", first, ["a", "b"]) as one,
+        rules.answering("x", second, ["a"]) as two,
+    ):
+        assert one == "x" != two
+        assert rules.answer(two, "a").text == "second"
+        assert [rules.answer(f"{one}/{n}", "a").text for n in range(2)] == ["first a"] * 2
+        assert rules.answer(one, "user: b\nassistant: ").text == "first b"
+        assert rules.answer(one, "a prompt that is written another way").text == "first a"
+    assert rules.answer(one, "a").text == "second"  # like a request that no rule was chosen for
     with pytest.raises(LookupError):
-        rules.answer("b")
-    rules.end(first)
-    rules.end(second)
-    with pytest.raises(LookupError):
-        rules.answer("a")
-
-
-def test_a_question_that_ends_like_another_has_an_answer_of_its_own() -> None:
-    rules = FakeRules.of([{"when": "^hello$", "text": "A"}, {"when": "^say hello$", "text": "B"}])
-    assert rules.choose(["hello"]) is not None
-    assert rules.choose(["say hello"]) is not None
-    assert rules.answer("user: say hello\nassistant: ").text == "B"
-    assert rules.answer("user: <image>hello\nassistant: ").text == "A"
+        FakeRules.of([{"when": "b"}]).answer("y", "a")
 
 
 def test_placeholders_are_filled_in_once_and_as_json_in_arguments() -> None:
@@ -94,7 +87,7 @@ def test_a_mapping_has_whole_questions_and_where_nothing_fits_there_is_no_rule()
     rules = FakeRules.of({"1+1=": "2", "a.c": "dot"})
     assert answered(rules, "1+1=").text == "2"
     assert answered(rules, "a.c").text == "dot"
-    assert rules.choose(["abc"]) is None
+    assert rules.choose("abc") is None
 
 
 @pytest.mark.parametrize("suffix", [".json", ".toml"])
@@ -125,6 +118,15 @@ def test_other_kinds_of_files_say_the_same(suffix: str, tmp_path: Path) -> None:
             "rules[0].first_token_s is 1000000000.0, must be 0 to 3600 seconds",
         ),
         ([{"status": 200}], "rules[0].status is 200, must be an error, 400 to 599"),
+        ([{"status": 404.0}], "rules[0].status is 404.0, must be an error, 400 to 599"),
+        ([{"when": b"a"}], "rules[0].when is b'a', must be a regular expression"),
+        ([{1: "a"}], "rules[0].1 is 'a', must be of "),
+        ([{"tool_calls": None}], "rules[0].tool_calls is None, must be a list"),
+        (
+            [{"tool_calls": [{"name": "f", "args": {}}]}],
+            "rules[0].tool_calls is {'name': 'f', 'args'",
+        ),
+        ([{"tool_calls": [{"name": 3}]}], "rules[0].tool_calls is {'name': 3}, must be a name"),
         ([{"tool_calls": [1]}], "rules[0].tool_calls is 1, must be a name and its arguments"),
     ],
 )

@@ -118,23 +118,117 @@ def test_questions_are_found_in_the_bodies_of_every_api() -> None:
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "20 C"}]}
     ]
     for body, expected in [
-        ({"prompt": "a", "n": 3}, (["a"], "user", 3)),
-        ({"prompt": ["a", "b"]}, (["a", "b"], "user", 1)),
-        ({"input": "a"}, (["a"], "user", 1)),
+        ({"prompt": "a", "n": 3}, (["a"], "user")),
+        ({"prompt": ["a", "b"]}, (["a", "b"], "user")),
+        ({"input": "a"}, (["a"], "user")),
         (
             {"input": [{"type": "function_call_output", "call_id": "1", "output": "20 C"}]},
-            (["20 C"], "tool", 1),
+            (["20 C"], "tool"),
         ),
-        ({"messages": [{"role": "user", "content": result}]}, (["20 C"], "tool", 1)),
+        ({"messages": [{"role": "user", "content": result}]}, (["20 C"], "tool")),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
-            (["a"], "user", 1),
+            (["a"], "user"),
         ),
-        ({"messages": [{"role": "tool", "content": None}]}, ([""], "tool", 1)),
-        (None, ([""], "user", 1)),
-        ({"messages": [1]}, ([""], "user", 1)),
+        ({"messages": [{"role": "tool", "content": None}]}, ([""], "tool")),
+        (
+            {"messages": [{"role": "user", "content": [*result, {"type": "text", "text": "so?"}]}]},
+            (["so?"], "user"),
+        ),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}
+                ]
+            },
+            (["a\nb"], "user"),
+        ),
+        (None, ([""], "user")),
+        ({"messages": [1]}, ([""], "user")),
     ]:
         assert questions_of(body) == expected, body
+
+
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USED = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": PARTS}
+
+
+@pytest.mark.cllm_server([{"text": "yes"}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PARTS}]}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": PARTS}], "n": 2}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "tool_calls": [CALL]},
+                    {"role": "tool", "tool_call_id": "c", "content": PARTS},
+                ],
+                "tools": TOOLS,
+            },
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                ],
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            },
+        ),
+        ("/v1/messages", {"messages": [{"role": "user", "content": PARTS}]}),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": [USED]},
+                    {"role": "user", "content": [RESULT, *PARTS]},
+                ]
+            },
+        ),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        ),
+        ("/completion", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ],
+)  # fmt: skip
+def test_a_rule_that_matches_answers_whatever_the_shape_of_the_request(
+    cllm_server: FakeServer, path: str, body: dict[str, Any]
+) -> None:
+    answer = httpx.post(f"{cllm_server.url}{path}", json={"model": "m", "max_tokens": 9, **body})
+    assert answer.status_code == 200, answer.text
+    assert "yes" in answer.text
+
+
+@pytest.mark.cllm_server([{"times": 1, "first_token_s": 3600, "text": "slow"}, {"text": "fast"}])
+def test_a_client_that_leaves_and_asks_again_gets_the_next_rule(cllm_server: FakeServer) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{cllm_server.url}/generate", json={"prompt": "a"}, timeout=0.3)
+    again = httpx.post(f"{cllm_server.url}/generate", json={"prompt": "a"})
+    assert again.json()["text"] == "fast"
+
+
+@pytest.mark.cllm_server([{"times": 1, "status": 503}, {"text": "fast"}])
+def test_a_request_after_a_scripted_error_gets_the_next_rule(cllm_server: FakeServer) -> None:
+    answers = [httpx.post(f"{cllm_server.url}/generate", json={"prompt": "a"}) for _ in range(2)]
+    assert answers[0].status_code == 503
+    assert answers[1].json()["text"] == "fast"
+
+
+@pytest.mark.cllm_server([{"when": "b", "text": "yes"}])
+def test_scores_need_no_rule(cllm_server: FakeServer) -> None:
+    asked = {"prompt": "a", "continuation": "c"}
+    assert httpx.post(f"{cllm_server.url}/generate/score", json=asked).status_code == 200
 
 
 def test_servers_of_two_tests_at_once_know_nothing_of_each_other() -> None:
