@@ -8,6 +8,7 @@ The engine is that of `cllm`, in an event loop in a thread of its own.  Any thre
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -162,7 +163,11 @@ class TokenStream:
     completion = _waits(AsyncStream.completion)
     suspend = _waits(AsyncStream.suspend)
     cancel = _waits(AsyncStream.cancel)
-    close = _waits(AsyncStream.aclose)
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended.  A closed engine has closed its streams."""
+        with contextlib.suppress(ClosedError):
+            self._wait(self._asynchronous.aclose)
 
     def __enter__(self) -> Self:
         self._wait(self._asynchronous.__aenter__)

@@ -213,3 +213,31 @@ with cllm.sync.Engine(**{OPTIONS!r}) as engine:
 
 def test_the_module_is_there_without_an_import_of_its_own() -> None:
     assert cllm.sync.Engine is Engine
+
+
+def test_a_program_ends_although_a_generator_holds_an_open_stream() -> None:
+    ended = run("""
+from cllm.sync import Engine
+engine = Engine(n_ctx=1024, n_threads=1, n_threads_batch=1, tune=None).start()
+def text():
+    with engine.stream("1+1=", ignore_eos=True, max_tokens=900) as stream:
+        yield from (delta.text for delta in stream)
+answer = text()
+next(answer)
+print("end")
+""")
+    assert (ended.returncode, ended.stdout) == (0, "end\n"), ended.stderr
+
+
+def test_leaving_a_stream_of_a_closed_engine_passes_the_error_of_the_block_on() -> None:
+    engine = Engine(**OPTIONS).start()
+    stream = engine.stream("a")
+
+    def block() -> None:
+        with stream:
+            engine.close()
+            raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"):
+        block()
+    stream.close()

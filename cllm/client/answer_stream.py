@@ -16,7 +16,7 @@ from cllm.client.refusals import UNAVAILABLE, ServerError, failure_of
 from cllm.client.replicas import Replicas
 from cllm.engine.completion_builder import CompletionBuilder
 from cllm.engine.output import Completion, FinishReason, TokenDelta
-from cllm.errors import CllmError, GenerationError
+from cllm.errors import CllmError, ClosedError, GenerationError
 from cllm.routing.prefix_table import Key
 
 PATH = "/generate"
@@ -80,10 +80,13 @@ class AnswerStream:
         self._failure: GenerationError | None = None
         self._last: TokenDelta | None = None  # if its step was cancelled after it arrived
         self._is_late = False  # its deadline passed while no server was reachable
+        self._is_cancelled = False
+        self._reading = anyio.ResourceGuard("reading")
 
     async def __aenter__(self) -> Self:
         """Submit the request; raise `RequestError`, `ServerError` or `ClosedError` if no server accepts it."""
-        await self._open()
+        with self._reading:
+            await self._open()
         return self
 
     async def __aexit__(
@@ -108,7 +111,15 @@ class AnswerStream:
             The request failed after a server accepted it; see `__cause__`, and `completion` for the output.
         RequestError, ServerError, ClosedError
             As for `__aenter__`, if no server has accepted the request yet.
+        ClosedError
+            The stream was cancelled before its end.
+        anyio.BusyResourceError
+            Another task is reading.
         """
+        with self._reading:
+            return await self._step()
+
+    async def _step(self) -> TokenDelta:
         if self._last is not None:
             last, self._last = self._last, None
             return last
@@ -151,6 +162,10 @@ class AnswerStream:
                 self._answer.add(delta, time.monotonic())
                 return delta
             return await self._end(delta, event)
+        if self._failure is not None:
+            raise self._failure
+        if self._is_cancelled:
+            raise ClosedError("the stream was closed before its end")
         raise StopAsyncIteration
 
     async def completion(self) -> Completion:
@@ -161,8 +176,8 @@ class AnswerStream:
         RequestError, ServerError, ClosedError
             As for `__anext__`; a failed request raises its `GenerationError` at each call.
         """
-        async for _ in self:
-            pass
+        while self._completion is None or self._last is not None:
+            await anext(self)
         if self._failure is not None:
             raise self._failure
         assert self._completion is not None
@@ -171,6 +186,7 @@ class AnswerStream:
     async def cancel(self) -> None:
         """Cancel the request: the completion has the output so far."""
         if self._completion is None:
+            self._is_cancelled = True
             self._conclude(TokenDelta("", (), FinishReason.CANCELLED), {})
         await self._close()
 

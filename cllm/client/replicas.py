@@ -12,12 +12,14 @@ from typing import Any
 import anyio
 import httpx
 
+from cllm.checks import check_float
 from cllm.client.refusals import PASSING, QUEUE_FULL, ServerError, refusal_of
 from cllm.errors import CllmError, ClosedError, InvalidArgumentError, InvalidRequestError
 from cllm.routing.prefix_table import Key, PrefixTable
 
 CONNECT_S, WRITE_S = 5.0, 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+MAX_PATIENCE_S = 1e9
 AVOIDED_S, LONGEST_AVOIDED_S = 2.0, 60.0  # for which a server that failed is asked after the others
 # TCP detects a machine that is gone after 30 s, however long a server computes without sending.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -44,7 +46,7 @@ class Replicas:
         self._urls = list(dict.fromkeys(map(_checked, urls)))
         if not self._urls:
             raise InvalidArgumentError("base_url", urls, "the address of a server")
-        self._patience_s = patience_s
+        self._patience_s = check_float("patience_s", patience_s, 0.0, MAX_PATIENCE_S)
         self._table = PrefixTable()
         self._n_open = dict.fromkeys(self._urls, 0)
         self._is_closed = False
@@ -237,7 +239,8 @@ def _checked(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise InvalidArgumentError("base_url", url, f"{limit} ({error})") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    is_more = bool(parsed.query or parsed.fragment) or not 0 < (parsed.port or 80) <= 65535
+    if parsed.scheme not in ("http", "https") or not parsed.host or is_more:
         raise InvalidArgumentError("base_url", url, limit)
     return url.rstrip("/")
 

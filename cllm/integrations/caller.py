@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -105,7 +106,8 @@ class Caller:
         try:
             yield SyncStream(stream, self)
         finally:
-            self.run(lambda: stream.__aexit__(None, None, None))
+            if not sys.is_finalizing():  # no loop runs any more
+                self.run(lambda: stream.__aexit__(None, None, None))
 
 
 def _is_in_event_loop() -> bool:

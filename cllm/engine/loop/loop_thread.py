@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -61,8 +62,10 @@ class LoopThread:
         Raises
         ------
         ClosedError
-            The loop has ended, or this is its thread.
+            The loop has ended, the program is ending, or this is the loop's thread.
         """
+        if sys.is_finalizing():  # the thread does not run any more, and no wait would end
+            raise ClosedError("the program is ending")
         scopes: list[anyio.CancelScope] = []
         is_left = False
 
