@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio import from_thread
@@ -116,3 +117,12 @@ def _is_in_event_loop() -> bool:
     except anyio.NoEventLoopError:
         return False
     return True
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a tool call; None if their JSON was cut off: no program may run half a call."""
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:
+        return None
+    return arguments if isinstance(arguments, dict) else None

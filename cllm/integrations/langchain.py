@@ -9,15 +9,14 @@ The async methods run in the engine's event loop.  Call the synchronous methods 
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from cllm import Completion, Embedder, Engine, TokenDelta, ToolCallDelta, Usage
+from cllm import Completion, Embedder, Engine, TokenDelta, Usage
 from cllm.errors import extra
-from cllm.integrations.caller import Caller
+from cllm.integrations.caller import Caller, arguments_of
 
 with extra("langchain"):
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -140,6 +139,8 @@ class CllmChat(BaseChatModel):
         return ChatGenerationChunk(
             message=AIMessageChunk(
                 content="",
+                # Not before its end: LangChain would complete the JSON of a call that is cut off.
+                tool_call_chunks=_chunks_of(completion),
                 usage_metadata=_usage_of(completion.usage),
                 response_metadata=self._metadata_of(completion),
                 chunk_position="last",
@@ -150,19 +151,17 @@ class CllmChat(BaseChatModel):
         calls: list[ToolCall] = []
         invalid: list[InvalidToolCall] = []
         for call in completion.tool_calls:
-            try:
-                arguments = json.loads(call.arguments)
-            except ValueError as error:  # the output was cut off
-                cut = InvalidToolCall(
-                    type="invalid_tool_call",
-                    name=call.name,
-                    args=call.arguments,
-                    id=call.id,
-                    error=str(error),
-                )
-                invalid.append(cut)
-            else:
+            if (arguments := arguments_of(call.arguments)) is not None:
                 calls.append(ToolCall(name=call.name, args=arguments, id=call.id))
+                continue
+            cut = InvalidToolCall(
+                type="invalid_tool_call",
+                name=call.name,
+                args=call.arguments,
+                id=call.id,
+                error="the output was cut off",
+            )
+            invalid.append(cut)
         return AIMessage(
             content=completion.text,
             tool_calls=calls,
@@ -179,6 +178,11 @@ class CllmChat(BaseChatModel):
             "finish_reason": str(completion.finish_reason),
         }
 
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text.  Call it in a worker thread; an event loop is a `RuntimeError`."""
+        call = partial(self.engine.tokenize, text, add_special=False)
+        return list(self._caller.run(call, "Engine.tokenize"))
+
     # --- Tools and schemas -------------------------------------------------------------------
     def bind_tools(
         self,
@@ -189,7 +193,8 @@ class CllmChat(BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return the model with tools; `tool_choice` True or "any" demands a call, a name demands that tool."""
         if isinstance(tool_choice, dict):
-            tool_choice = str(tool_choice["function"]["name"])
+            function = tool_choice.get("function", tool_choice)
+            tool_choice = function.get("name", function.get("type"))
         choices: dict[object, str] = {None: "auto", False: "auto", True: "required"}
         choices |= {"any": "required"}
         return self.bind(
@@ -277,8 +282,28 @@ class CllmEmbeddings(Embeddings):
 
 
 def _chat_of(messages: list[BaseMessage]) -> list[dict[str, Any]]:
-    converted = convert_to_openai_messages(messages)
+    return [said for message in messages for said in _said_in(message)]
+
+
+def _said_in(message: BaseMessage) -> list[dict[str, Any]]:
+    """Return a message in OpenAI's format, with the thought in `reasoning_content`."""
+    if not isinstance(message, AIMessage):
+        converted = convert_to_openai_messages([message])
+        assert isinstance(converted, list)
+        return converted
+    thought, content = (
+        str(message.additional_kwargs.get("reasoning_content") or ""),
+        message.content,
+    )
+    if isinstance(content, list):  # of standard blocks; the calls are in `tool_calls`, too
+        blocks = [block if isinstance(block, dict) else {"text": block} for block in content]
+        told = [str(b.get("reasoning") or "") for b in blocks if b.get("type") == "reasoning"]
+        thought = thought or "\n".join(told)
+        content = "\n".join(str(block["text"]) for block in blocks if "text" in block)
+    converted = convert_to_openai_messages([message.model_copy(update={"content": content})])
     assert isinstance(converted, list)
+    if thought:
+        converted[0]["reasoning_content"] = thought
     return converted
 
 
@@ -286,7 +311,6 @@ def _generation_of(delta: TokenDelta) -> ChatGenerationChunk:
     return ChatGenerationChunk(
         message=AIMessageChunk(
             content=delta.text,
-            tool_call_chunks=[_chunk_of(call) for call in delta.tool_calls],
             additional_kwargs=_thought(delta.reasoning),
         )
     )
@@ -296,8 +320,12 @@ def _thought(reasoning: str) -> dict[str, Any]:
     return {"reasoning_content": reasoning} if reasoning else {}
 
 
-def _chunk_of(call: ToolCallDelta) -> Any:
-    return tool_call_chunk(name=call.name, args=call.arguments, id=call.id, index=call.index)
+def _chunks_of(completion: Completion) -> list[Any]:
+    return [
+        tool_call_chunk(name=call.name, args=call.arguments, id=call.id, index=index)
+        for index, call in enumerate(completion.tool_calls)
+        if arguments_of(call.arguments) is not None
+    ]
 
 
 def _usage_of(usage: Usage) -> UsageMetadata:

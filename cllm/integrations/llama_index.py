@@ -19,7 +19,7 @@ from typing import Any
 
 from cllm import Audio, Completion, Embedder, Engine, Image, TokenStream
 from cllm.errors import extra
-from cllm.integrations.caller import Caller
+from cllm.integrations.caller import Caller, arguments_of
 
 with extra("llama-index"):
     from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
@@ -222,7 +222,7 @@ class CllmLLM(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the tool calls of an answer; a call that was cut off has no arguments.
+        """Return the tool calls of an answer, which has none that was cut off.
 
         Raises
         ------
@@ -234,11 +234,10 @@ class CllmLLM(FunctionCallingLLM):
             raise ValueError("the answer calls no tool")
         return [
             ToolSelection(
-                tool_id=call.tool_call_id or "",
-                tool_name=call.tool_name,
-                tool_kwargs=_arguments(call.tool_kwargs),
+                tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments
             )
             for call in calls
+            if (arguments := _arguments(call)) is not None
         ]
 
 
@@ -328,10 +327,8 @@ def _said(message: ChatMessage) -> dict[str, Any]:
                 parts.append({"type": "audio", "audio": Audio(source)})
             case ThinkingBlock(content=thought):
                 thoughts.append(thought or "")
-            case ToolCallBlock(tool_call_id=call_id, tool_name=name, tool_kwargs=arguments):
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                function = {"name": name, "arguments": text}
-                calls.append({"id": call_id or "", "type": "function", "function": function})
+            case ToolCallBlock():
+                calls.append(_written(block))
             case _:
                 kind = type(block).__name__
                 has = "text, images, audio, thoughts and tool calls"
@@ -358,10 +355,9 @@ def _bytes_of(block: ImageBlock | AudioBlock, content: object) -> bytes:
 
 def _message_of(completion: Completion) -> ChatMessage:
     calls = [
-        ToolCallBlock(
-            tool_call_id=call.id, tool_name=call.name, tool_kwargs=_arguments(call.arguments)
-        )
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=arguments)
         for call in completion.tool_calls
+        if (arguments := arguments_of(call.arguments)) is not None
     ]
     return _assistant(completion.text, completion.reasoning, calls)
 
@@ -370,15 +366,21 @@ def _assistant(text: str, thought: str, calls: Sequence[ToolCallBlock]) -> ChatM
     blocks: list[ContentBlock] = [ThinkingBlock(content=thought)] if thought else []
     if text:
         blocks.append(TextBlock(text=text))
-    return ChatMessage(role=MessageRole.ASSISTANT, blocks=[*blocks, *calls])
+    # Where LlamaIndex looks for the calls of a streamed answer.
+    others = {"tool_calls": [_written(call) for call in calls]} if calls else {}
+    return ChatMessage(
+        role=MessageRole.ASSISTANT, blocks=[*blocks, *calls], additional_kwargs=others
+    )
 
 
-def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
-    """Return the arguments of a call; `{}` if their JSON was cut off or is no object."""
-    if isinstance(given, dict):
-        return given
-    try:
-        arguments = json.loads(given)
-    except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+def _arguments(call: ToolCallBlock) -> dict[str, Any] | None:
+    given = call.tool_kwargs
+    return given if isinstance(given, dict) else arguments_of(given)
+
+
+def _written(call: ToolCallBlock) -> dict[str, Any]:
+    """Return a call in OpenAI's format."""
+    given = call.tool_kwargs
+    text = given if isinstance(given, str) else json.dumps(given)
+    function = {"name": call.tool_name, "arguments": text}
+    return {"id": call.tool_call_id or "", "type": "function", "function": function}

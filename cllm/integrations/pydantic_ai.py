@@ -15,12 +15,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cllm import Audio, Completion, Engine, Image, TokenStream, Usage
-from cllm.errors import extra
+from cllm.errors import DeadlineError, InvalidRequestError, extra
 
 with extra("pydantic-ai"):
     from pydantic_ai import RunContext
     from pydantic_ai.messages import (
         BinaryContent,
+        CachePoint,
         FinishReason,
         ModelMessage,
         ModelRequest,
@@ -42,7 +43,7 @@ with extra("pydantic-ai"):
     from pydantic_ai.usage import RequestUsage
 
 FINISH_REASONS: dict[str, FinishReason] = {
-    "stop": "stop", "length": "length", "deadline": "length", "tool_calls": "tool_call",
+    "stop": "stop", "length": "length", "deadline": "error", "tool_calls": "tool_call",
     "cancelled": "error", "error": "error",
 }  # fmt: skip
 # Settings of pydantic-ai, and the options of `Engine.chat` that they set.
@@ -97,9 +98,17 @@ class CllmModel(Model):
         model_settings: ModelSettings | None,
         model_request_parameters: ModelRequestParameters,
     ) -> ModelResponse:
-        """Return a whole answer.  Raises the errors of `Engine.chat`; `TypeError` for other parts than text, images and audio."""
+        """Return a whole answer.
+
+        Raises
+        ------
+        CllmError
+            As `Engine.chat`; a `DeadlineError` after the `timeout`.
+        TypeError
+            A message has other parts than text, images and audio.
+        """
         chat, options, _ = self._call(messages, model_settings, model_request_parameters)
-        completion = await self._engine.chat(chat, **options)
+        completion = _in_time(await self._engine.chat(chat, **options))
         return ModelResponse(
             parts=_parts_of(completion),
             usage=_usage_of(completion.usage),
@@ -134,14 +143,23 @@ class CllmModel(Model):
             if name in SETTINGS and value is not None:
                 options[SETTINGS[name]] = value
         if "logit_bias" in options:
-            options["logit_bias"] = {int(t): float(b) for t, b in options["logit_bias"].items()}
+            options["logit_bias"] = dict(map(_bias, options["logit_bias"].items()))
         timeout = (settings or {}).get("timeout")
         if isinstance(timeout, int | float):
             options["timeout"] = float(timeout)
-        tools = [*parameters.function_tools, *parameters.output_tools]
+        choice = (settings or {}).get("tool_choice")
+        functions = parameters.function_tools
+        if choice == "none":
+            functions = []
+        elif isinstance(choice, list):
+            functions = [tool for tool in functions if tool.name in choice]
+        tools = [*functions, *parameters.output_tools]
         if tools:
+            is_free = parameters.allow_text_output and not (
+                choice == "required" or isinstance(choice, list)
+            )
             options["tools"] = [_tool_of(tool) for tool in tools]
-            options["tool_choice"] = "auto" if parameters.allow_text_output else "required"
+            options["tool_choice"] = "auto" if is_free else "required"
         if parameters.output_mode == "native" and parameters.output_object is not None:
             options["json_schema"] = parameters.output_object.json_schema
         chat = [said for message in messages for said in _said_in(message)]
@@ -178,7 +196,7 @@ class CllmStreamedResponse(StreamedResponse):
                     tool_call_id=call.id,
                 ):
                     yield event
-        completion = await self.stream.completion()
+        completion = _in_time(await self.stream.completion())
         self._usage = _usage_of(completion.usage)
         self.finish_reason = FINISH_REASONS[completion.finish_reason]
 
@@ -217,7 +235,8 @@ def _said_in(message: ModelMessage) -> Iterator[dict[str, Any]]:
             case UserPromptPart(content=content):
                 yield {"role": "user", "content": _content_of(content)}
             case ToolReturnPart():
-                yield _result(part.tool_call_id, part.model_response_str())
+                text, files = part.model_response_str_and_user_content()
+                yield _result(part.tool_call_id, _content_of([text, *files]))
             case RetryPromptPart(tool_name=None):
                 yield {"role": "user", "content": part.model_response()}
             case RetryPromptPart():
@@ -249,7 +268,7 @@ def _content_of(content: object) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     assert isinstance(content, list | tuple)
-    parts = [_part_of(item) for item in content]
+    parts = [_part_of(item) for item in content if not isinstance(item, CachePoint)]
     if all(part["type"] == "text" for part in parts):
         return "\n\n".join(part["text"] for part in parts)
     return parts
@@ -269,8 +288,23 @@ def _part_of(item: object) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _result(call_id: str, text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
+def _result(call_id: str, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def _bias(given: tuple[object, Any]) -> tuple[int, float]:
+    try:
+        return int(str(given[0])), float(given[1])
+    except (TypeError, ValueError):
+        limit = "token ids with numbers"
+        raise InvalidRequestError("logit_bias", {given[0]: given[1]}, limit) from None
+
+
+def _in_time(completion: Completion) -> Completion:
+    """Return a completion; raise `DeadlineError` if its time was over: an output that looks whole is wrong."""
+    if completion.finish_reason == "deadline":
+        raise DeadlineError("the timeout of the request is over")
+    return completion
 
 
 def _with_system(chat: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import base64
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -18,19 +18,21 @@ for module in ("langchain_core", "llama_index.core", "llm", "pydantic_ai"):
 
 import llm
 import pydantic_ai
-from langchain_core.messages import HumanMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import AudioBlock, ChatMessage, ImageBlock, TextBlock
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llm.plugins import pm
 from pydantic import BaseModel
-from pydantic_ai import BinaryContent
+from pydantic_ai import BinaryContent, CachePoint
 
-from cllm import Audio, Engine, InvalidRequestError
+from cllm import Audio, DeadlineError, Engine, InvalidRequestError
 from cllm.integrations import llm_plugin
 from cllm.integrations.langchain import CllmChat, CllmEmbeddings
 from cllm.integrations.llama_index import CllmEmbedding, CllmLLM
@@ -55,18 +57,26 @@ def get_weather(city: str) -> str:
 
 def answer(prompt: str) -> str | FakeAnswer:
     """What a model would say that can do everything."""
+    engine_prompts.append(prompt)
     if "20 C, Paris" in prompt:
         return SAID
     tools = prompt.partition("\n")[0] if prompt.startswith("tools: ") else ""
     for name in ("City", "final_result"):
         if f'"name": "{name}"' in tools:
             return FakeAnswer(tool_calls=[(name, {"name": "Paris"})])
-    if "weather" in prompt.rsplit("user:", 1)[-1]:
+    last = prompt.rsplit("user:", 1)[-1]
+    if "half a call" in last:
+        return '<tool_call>\n{"name": "get_weather", "arguments": {"city": "' + "x" * 400
+    if "picture" in last:
+        return "Seen" if "<image>" in last else FakeAnswer(tool_calls=[("picture", {})])
+    if "weather" in last:
         return CALL
     if "<image>and<audio>" in prompt or "and<image><audio>" in prompt:  # `llm` puts the text first
         return "Both"
     return '{"name": "Paris"}' if "JSON" in prompt else "Hello there"
 
+
+engine_prompts: list[str] = []
 
 Checks = Callable[[FakeEngine], Any]
 
@@ -243,6 +253,99 @@ def test_pydantic_ai_runs_agents() -> None:
     with_engine(check)
 
 
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
+def test_no_library_runs_a_call_that_was_cut_off() -> None:
+    ran = list[str]()
+
+    def get_weather(city: str = "everywhere") -> str:
+        """The weather"""
+        ran.append(city)
+        return "20 C, Paris"
+
+    async def check(engine: FakeEngine) -> None:
+        chat = CllmChat(engine=engine, max_tokens=380).bind_tools([tool(get_weather)])
+        whole = await chat.ainvoke("half a call")
+        streamed = [chunk async for chunk in chat.astream("half a call")]
+        total = streamed[0]
+        for chunk in streamed[1:]:
+            total = total + chunk  # type: ignore[assignment]
+        assert whole.tool_calls == total.tool_calls == []  # type: ignore[attr-defined]
+        assert len(whole.invalid_tool_calls) == 1
+        model = CllmLLM(engine, max_tokens=380)
+        for streaming in (False, True):
+            agent = FunctionAgent(
+                tools=[FunctionTool.from_defaults(get_weather)], llm=model, streaming=streaming
+            )
+            await agent.run("half a call")
+        assert ran == []
+
+    with_engine(check)
+
+
+def test_a_thought_is_in_the_prompt_of_the_next_turn_of_langchain() -> None:
+    async def check(engine: FakeEngine) -> None:
+        tools = [tool(get_weather)]
+        for options in ({}, {"output_version": "v1"}):
+            chat = CllmChat(engine=engine, **options).bind_tools(tools)
+            called = await chat.ainvoke("What is the weather in Paris?")
+            result = ToolMessage("20 C, Paris", tool_call_id=called.tool_calls[0]["id"])
+            again = await chat.ainvoke(
+                [HumanMessage("What is the weather in Paris?"), called, result]
+            )
+            completion = await engine.chat(
+                [{"role": "user", "content": "What is the weather in Paris?"}],
+                tools=[convert_to_openai_tool(tools[0])],
+            )
+            same = await engine.chat(
+                [
+                    {"role": "user", "content": "What is the weather in Paris?"},
+                    completion.as_message(),
+                    {
+                        "role": "tool",
+                        "tool_call_id": completion.tool_calls[0].id,
+                        "content": "20 C, Paris",
+                    },
+                ],
+                tools=[convert_to_openai_tool(tools[0])],
+            )
+            assert again.usage_metadata is not None
+            assert again.usage_metadata["input_tokens"] == same.usage.n_prompt
+        n_tokens = await anyio.to_thread.run_sync(CllmChat(engine=engine).get_num_tokens, "abc")
+        assert n_tokens == 3
+
+    with_engine(check)
+
+
+def test_llama_index_streams_structured_answers() -> None:
+    async def check(engine: FakeEngine) -> None:
+        stream = await CllmLLM(engine).astream_structured_predict(City, PromptTemplate("JSON"))
+        assert [city async for city in stream][-1] == City(name="Paris")
+
+    with_engine(check)
+
+
+def test_pydantic_ai_keeps_to_the_settings_of_a_run() -> None:
+    async def check(engine: FakeEngine) -> None:
+        agent = pydantic_ai.Agent(CllmModel(engine))
+
+        @agent.tool_plain
+        def picture() -> BinaryContent:
+            """A picture"""
+            return BinaryContent(PNG, media_type="image/png")
+
+        assert (await agent.run("picture")).output == "Seen"
+        assert (await agent.run(["Hi", CachePoint()])).output == "Hello there"
+        engine_prompts.clear()
+        await agent.run("Hi", model_settings={"tool_choice": "none"})
+        assert "picture" not in engine_prompts[-1]
+        with pytest.raises(DeadlineError):
+            await agent.run("Hi", model_settings={"timeout": 0.0})
+        with pytest.raises(InvalidRequestError, match="logit_bias"):
+            await agent.run("Hi", model_settings={"logit_bias": {"a": 1}})
+
+    with_engine(check)
+
+
 # --- llm -------------------------------------------------------------------------------------
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -266,6 +369,9 @@ def test_llm_prompts_converses_and_calls_tools() -> None:
     assert len(list(told)) > 5
     assert told.text() == "Hello there"
     assert told.usage().output == len("Hello there") + 1
+    cut = model.prompt("half a call", tools=[get_weather], max_tokens=380)
+    assert cut.text().startswith('{"city": "xxx')
+    assert cut.tool_calls() == []
     assert model.prompt("JSON", schema=City).text() == '{"name": "Paris"}'
     chain = model.chain("What is the weather in Paris?", tools=[get_weather])
     assert chain.text() == SAID
