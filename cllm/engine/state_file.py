@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -31,10 +32,14 @@ def write_state_file(path: Path, header: dict[str, Any], data: bytes) -> int:
     Raises
     ------
     OSError
-        The file cannot be written; an older file of this name is unchanged.
+        The file cannot be written, or the path is a device or another special file; an older file of this
+        name is unchanged.
     TypeError
         The header cannot be written as JSON.
     """
+    # `replace` fails for a directory, and would put a file in the place of a device.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     head = json.dumps(header, separators=(",", ":")).encode()
     lengths = _LENGTHS.pack(len(head), len(data))
     digest = _digest(lengths, head, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -354,3 +355,25 @@ def places_in(value: object, place: tuple[str, ...] = ()) -> Iterator[tuple[str,
         for name, item in value.items():
             yield (*place, name)
             yield from places_in(item, (*place, name))
+
+
+@pytest.mark.parametrize("path", [123, None, True, b"a", [], object(), "a\0b", "\ud800", ""])
+async def test_a_path_that_cannot_be_one_is_rejected_by_name(path: Any) -> None:
+    async with FakeEngine(LONG, stream_buffer=4) as engine, engine.stream("p") as stream:
+        await read(stream, 2)
+        saved = await stream.suspend()
+    for call in (saved.save, SavedGeneration.load):
+        with pytest.raises(InvalidArgumentError, match="path is "):
+            call(path)
+
+
+async def test_a_generation_is_not_saved_in_the_place_of_a_special_file(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    async with FakeEngine(LONG, stream_buffer=4) as engine, engine.stream("p") as stream:
+        await read(stream, 2)
+        saved = await stream.suspend()
+    with pytest.raises(OSError, match="not a regular file"):
+        saved.save(fifo)
+    assert fifo.is_fifo()
+    assert list(tmp_path.iterdir()) == [fifo]

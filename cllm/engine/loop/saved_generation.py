@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from cllm.engine.request import ModelInfo, SequenceState
 from cllm.engine.sampling_params import SamplingParams
 from cllm.engine.state_file import DamagedFileError, read_state_file, write_state_file
 from cllm.errors import InvalidArgumentError, InvalidRequestError
+from cllm.settings import new_path
 
 KIND = "generation 3"
 _MODEL_FIELDS = ("architecture", "n_params", "size_bytes", "n_vocab", "n_embd", "n_layer")
@@ -129,7 +129,8 @@ class SavedGeneration:
                 "arguments of the request", str(error), "values that JSON has"
             ) from None
         pixels = b"".join(media.data for media in before.media)
-        write_state_file(Path(path), header, pixels + (b"" if state is None else state.data))
+        data = pixels + (b"" if state is None else state.data)
+        write_state_file(_checked(path), header, data)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -142,8 +143,9 @@ class SavedGeneration:
         InvalidArgumentError
             The file is of another kind or version, incomplete, or changed.
         """
+        checked = _checked(path)
         try:
-            header, data = read_state_file(Path(path))
+            header, data = read_state_file(checked)
             if header.get("kind") != KIND:
                 raise DamagedFileError(f"{path} is {header.get('kind')!r}, not {KIND!r}")
             return cls._of_header(header, data)
@@ -151,7 +153,7 @@ class SavedGeneration:
             limit = f"a file of SavedGeneration.save, unchanged ({error})"
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             limit = f"a file of SavedGeneration.save, of this version ({error!r})"
-        raise InvalidArgumentError("path", os.fspath(path), limit)
+        raise InvalidArgumentError("path", str(checked), limit)
 
     @classmethod
     def _of_header(cls, header: Mapping[str, Any], data: bytes) -> Self:
@@ -248,3 +250,7 @@ def _source_of(media: MediaInput) -> MediaSource:
 def _params_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     biases = {int(token): bias for token, bias in plain["logit_bias"].items()}
     return {**plain, "logit_bias": biases}
+
+
+def _checked(path: object) -> Path:
+    return Path(new_path("path", path, InvalidArgumentError))  # type: ignore[arg-type]  # a path
