@@ -33,7 +33,7 @@ def packets(frame: Frame, *, is_bulky: bool) -> Iterator[bytes]:
 
 
 class Attachments:
-    """What is attached to a message, by its index.  An object that occurs twice is attached once."""
+    """Attachments of a message, by their index.  An object that occurs twice is attached once."""
 
     def __init__(self, given: Iterable[bytes] = ()) -> None:
         self._all = list(given)
