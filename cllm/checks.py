@@ -26,13 +26,24 @@ MAX_CHAT_BYTES = 4 << 20  # limit of all messages of a chat, as large as a templ
 MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template
 MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
 MAX_THREADS = 512
+# Names that other libraries and APIs have.
+OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens",
+    "num_predict": "max_tokens", "n_predict": "max_tokens", "response_format": "json_schema",
+    "format": "json_schema", "guided_json": "json_schema", "guided_regex": "regex",
+    "repetition_penalty": "repeat_penalty", "stop_sequences": "stop", "num_ctx": "n_ctx",
+    "max_model_len": "n_ctx", "timeout_s": "timeout",
+}  # fmt: skip
 MAX_TENANT = 256  # characters of a name
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` is probably a misspelling of; None if none is similar."""
+    """Return the known name that is meant by `name`, a name of another API or a misspelling; None if none is similar."""
     import difflib  # only after a mistake
 
+    known = list(known)
+    if (other := OTHER_NAMES.get(name)) in known:
+        return other
     return next(iter(difflib.get_close_matches(name, known, 1)), None)
 
 

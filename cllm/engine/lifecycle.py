@@ -409,6 +409,9 @@ class Lifecycle:
     def _check_host(self, host: EngineHost, *, draining: bool = False) -> EngineVocabulary:
         """Return the vocabulary of a host as `_check_serving` does; a request stays with its host."""
         self._check_process()
+        present = None if self._entered is None else self._entered.thread
+        if not (host is present or host.is_alive or host.failure or self._is_closed):
+            raise ClosedError("the model of this request was replaced by `reload`")
         check_serving(self._status_of(host), host.failure, draining=draining)
         assert self._loop_guard is not None
         self._loop_guard.check()

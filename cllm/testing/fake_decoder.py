@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,10 @@ REMOVED = -1
 
 Answer = Callable[[Sequence[int]], int]
 Fault = int | Exception | Literal["nan"]
+# Methods whose calls may fail as scripted.
+CALLS = (
+    "seq_rm", "seq_cp", "state_seq_get_data", "state_seq_set_data", "set_loras", "rebuild",
+)  # fmt: skip
 
 
 class FakeRun(NamedTuple):
@@ -114,8 +118,7 @@ class FakeDecoder:
     n_decodes : int
         Number of batches that passed the checks, including failed decodes and the present one.
     n_calls : Counter of str
-        Calls of `seq_rm`, `seq_cp`, `state_seq_get_data`, `state_seq_set_data`, `set_loras` and
-        `rebuild`.
+        Calls of the methods in `CALLS`.
     n_rebuilds : int
         Calls of `rebuild` without a fault of `call_faults`.
     n_ctx_seq : int
@@ -153,9 +156,11 @@ class FakeDecoder:
         self.separates_prompts = separates_prompts
         self.max_tick_s = max_tick_s
         self.answer: Answer = self._hash if answer is None else answer
-        self.faults: dict[int, Fault] = dict(faults or {})
+        self.faults: dict[int, Fault] = dict(map(_checked_fault, (faults or {}).items()))
         self.poison = poison
-        self.call_faults: dict[tuple[str, int], bool | Exception] = dict(call_faults or {})
+        self.call_faults: dict[tuple[str, int], bool | Exception] = dict(
+            map(_checked_call_fault, (call_faults or {}).items())
+        )
         self.latency_s = latency_s
         self._aborted, self._is_stopping = threading.Event(), False
         self._wait = self._wait_in_real_time if wait is None else wait
@@ -481,3 +486,21 @@ class FakeDecoder:
 
     def __repr__(self) -> str:
         return f"<FakeDecoder cells={self.n_cells_used}/{self.n_ctx} decodes={self.n_decodes}>"
+
+
+def _checked_fault(item: tuple[object, object]) -> tuple[int, Fault]:
+    number, fault = item
+    check_int("faults", number, 1, INT32_MAX)
+    if not isinstance(fault, Exception) and fault != "nan":
+        check_int("faults", fault, -INT32_MAX, 2)
+    return item  # type: ignore[return-value]  # as checked
+
+
+def _checked_call_fault(item: tuple[Any, Any]) -> tuple[tuple[str, int], bool | Exception]:
+    call, fault = item
+    is_call = isinstance(call, tuple) and len(call) == 2 and call[0] in CALLS
+    if not is_call or not isinstance(fault, bool | Exception):
+        limit = f"(name, k) with False or an exception; names: {', '.join(CALLS)}"
+        raise InvalidArgumentError("call_faults", item, limit)
+    check_int("call_faults", call[1], 1, INT32_MAX)
+    return call, fault

@@ -310,3 +310,18 @@ def test_a_chat_template_that_never_ends_or_never_begins_is_rejected(tmp_path: P
     for path in (fifo, large, "/dev/zero", tmp_path):
         with pytest.raises(InvalidArgumentError, match="chat_template"):
             EngineConfig(chat_template=path).read_chat_template()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("max_completion_tokens", "max_tokens"),
+        ("num_predict", "max_tokens"),
+        ("response_format", "json_schema"),
+        ("repetition_penalty", "repeat_penalty"),
+        ("temprature", "temperature"),
+    ],
+)
+def test_names_of_other_apis_are_told_like_misspelt_ones(given: str, meant: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"must be called '{meant}'"):
+        FakeEngine().stream("a", **dict[str, Any]({given: 1}))

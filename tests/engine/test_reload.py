@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,16 @@ async def test_what_is_no_request_is_answered_by_the_model_that_it_was_asked_of(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.reload)
         assert (await engine.score("1+1=", "2")).token_ids == score.token_ids
+
+
+async def test_a_stream_of_a_model_that_was_replaced_says_so() -> None:
+    async with FakeEngine() as engine:
+        async with engine.stream("abcdef") as stream:
+            await anext(stream)
+            (fork,) = stream.fork(1)
+            await stream.completion()
+            await engine.reload()
+            for call in (fork.__aenter__, partial(stream.rewind, 1)):
+                with pytest.raises(ClosedError, match="was replaced by `reload`"):
+                    await call()
+        assert (await engine.generate("a")).text == "a"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cllm.errors import DecodeFailedError
+from cllm.errors import DecodeFailedError, InvalidArgumentError
 from cllm.testing import FakeDecoder
 from cllm.testing.fake_decoder import FakeRun, Fault
 
@@ -71,3 +72,21 @@ def test_an_aborted_decode_counts_and_stores_nothing() -> None:
     with pytest.raises(DecodeFailedError) as caught:
         decoder.decode()
     assert (caught.value.code, decoder.n_decodes) == (-3, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("faults", {"1": -3}),
+        ("faults", {0: -3}),
+        ("faults", {1: "nope"}),
+        ("faults", {1: 3}),
+        ("call_faults", {("nope", 1): False}),
+        ("call_faults", {("seq_rm", 0): False}),
+        ("call_faults", {"seq_rm": False}),
+        ("call_faults", {("seq_rm", 1): "no"}),
+    ],
+)
+def test_a_fault_that_would_never_occur_is_rejected(name: str, given: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        FakeDecoder(**{name: given})

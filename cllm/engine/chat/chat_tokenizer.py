@@ -48,6 +48,8 @@ class AnswerFormat:
         Grammar of the answer in Lark; None if calls do not constrain it.
     thinking : Thinking or None
         Thought before the answer; None if the model does not think, or `grammar` has the thought.
+    allows_several : bool
+        False if the answer has one call at most.
     """
 
     output_format: OutputFormat
@@ -56,11 +58,18 @@ class AnswerFormat:
     spelled: Mapping[int, bytes]
     grammar: str | None = None
     thinking: Thinking | None = None
+    allows_several: bool = True
 
     def parser(self, seed: str) -> OutputParser:
         """Return a parser for a new answer; `seed` determines the ids of its calls."""
         ids = CallIds(seed)
-        return OutputParser(self.output_format, self.tools, prefix=self.prefix, call_ids=ids)
+        return OutputParser(
+            self.output_format,
+            self.tools,
+            prefix=self.prefix,
+            call_ids=ids,
+            allows_several=self.allows_several,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +313,7 @@ class _KnownTemplate:
             self._spelled,
             grammar := self._grammar(prompt, found),
             self._thinking(prompt, found, prefix, has_grammar=grammar is not None),
+            prompt.parallel_tool_calls,
         )
 
     def _grammar(self, prompt: ChatPrompt, found: OutputFormat) -> str | None:

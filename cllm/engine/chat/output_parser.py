@@ -53,6 +53,8 @@ class OutputParser:
         Markers at the end of the prompt, which decide in which channel the answer begins.
     call_ids : CallIds, optional
         Ids for calls without one.
+    allows_several : bool
+        False if calls after the first one are left out.
 
     Attributes
     ----------
@@ -71,7 +73,10 @@ class OutputParser:
         *,
         prefix: str = "",
         call_ids: CallIds | None = None,
+        allows_several: bool = True,
     ) -> None:
+        self._allows_several = allows_several
+        self._is_left_out = False  # the call that is being read
         self._format = output_format
         self._tools = {tool.name: tool for tool in parameters_of(tools)}
         self._reader = TextReader()
@@ -194,8 +199,9 @@ class OutputParser:
         try:
             yield from self._read(calls, trigger, start)
         except EndOfTextError:
+            is_left_out = self._is_left_out
             self.fail()
-            left = reader.since(self._mark) + reader.rest()
+            left = "" if is_left_out else reader.since(self._mark) + reader.rest()
             is_marker = left.strip() == trigger and not trigger.strip().isalpha()
             self.content("" if is_marker else left)  # a lone trigger is dropped unless it is a word
         except MismatchError:
@@ -273,6 +279,9 @@ class OutputParser:
         """See `CallSink`."""
         if not name or (must_be_known and not self.knows(name)):
             raise MismatchError
+        self._is_left_out = bool(self.n_calls) and not self._allows_several
+        if self._is_left_out:
+            return
         call_id = call_id or self._call_ids.next()
         self._held = ToolCallDelta(self.n_calls, encodable(call_id), encodable(name), "")
         self._n_held = 0
@@ -280,7 +289,7 @@ class OutputParser:
 
     def arguments(self, piece: str) -> None:
         """See `CallSink`."""
-        if not piece:
+        if not piece or self._is_left_out:
             return
         self._pieces.append(encodable(piece))
         self._n_held += len(piece)
@@ -289,8 +298,10 @@ class OutputParser:
 
     def end(self) -> None:
         """See `CallSink`."""
-        self._release()
-        self.n_ended += 1
+        if not self._is_left_out:
+            self._release()
+            self.n_ended += 1
+        self._is_left_out = False
         self._mark = self._reader.at
 
     def _release(self) -> None:
@@ -306,6 +317,7 @@ class OutputParser:
 
     def fail(self) -> None:
         """See `TurnSink`."""
+        self._is_left_out = False
         if self._held is not None:
             self._held = None
             self._pieces.clear()

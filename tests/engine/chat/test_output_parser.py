@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.engine.chat.call_literals import PythonCalls
 from cllm.engine.chat.call_syntax import JsonCalls, NamedCalls, TaggedCalls
 from cllm.engine.chat.named_formats import DEFAULT_CALLS, NAMED, THINK
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.engine.chat.output_parser import OutputParser
+from cllm.engine.chat.routed_turn import HARMONY
 from tests.conftest import examples
 
 TOOLS = [
@@ -240,3 +243,83 @@ def test_a_marker_inside_of_a_longer_one_waits_for_it() -> None:
     found = OutputFormat(dropped=("x<b>y", "<b>"))
     assert parsed(found, ["1x<b>y2"]) == parsed(found, "1x<b>y2") == ("12", "", [])
     assert parsed(found, ["1x<b>z2"]) == parsed(found, "1x<b>z2")
+
+
+def in_all_cuts(text: str, make: Callable[[], OutputParser]) -> Channels:
+    """What a text is, which must not depend on how it comes."""
+    whole = channels_of(make(), [text])
+    assert channels_of(make(), list(text)) == whole
+    for n in range(len(text)):
+        assert channels_of(make(), [text[:n], text[n:]]) == whole
+    return whole
+
+
+@pytest.mark.parametrize(
+    "found", [each for each in FORMATS if each.reasoning and each.reasoning[0]]
+)
+def test_an_answer_may_name_the_markers_of_thoughts(found: OutputFormat) -> None:
+    assert found.reasoning is not None
+    start, end = found.reasoning
+    answer = f"A thought begins with `{start}`, and then follows the rest."
+    for thought in ("", "Hm."):
+        text = f"{start}\n{thought}\n{end}\n\n{answer}" if thought else answer
+        told = in_all_cuts(text, lambda: OutputParser(found, TOOLS))
+        assert told == (answer, thought, [])
+
+
+def test_an_answer_that_names_the_marker_of_a_section_goes_on_at_once() -> None:
+    parser = OutputParser(CODER, TOOLS)
+    first = "Calls are written as `<tool_call>` and a function. " + "And so on. " * 9
+    told = parser.push(first).content
+    assert len(first) - len(told) < 20
+    assert parser.push("More.").content.endswith("More.")
+    call = "<tool_call>\n<function=save>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
+    content, _, calls = in_all_cuts(first + call, lambda: OutputParser(CODER, TOOLS))
+    assert (content, calls) == (first.rstrip(), [("save", '{"n": 7}')])
+
+
+@pytest.mark.parametrize("name", ["fs/read", "ns::f", "a:1", "srv#tool", "x@y", "é"])
+def test_a_call_of_harmony_leaves_nothing_of_its_name_in_the_content(name: str) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}]
+    found = OutputFormat(turn=HARMONY)
+    for route in (f"functions.{name}", name):
+        text = f'<|channel|>commentary to={route} <|constrain|>json<|message|>{{"a": 1}}<|call|>'
+        for written in (
+            text,
+            f' to={route}<|channel|>commentary json<|message|>{{"a": 1}}<|call|>',
+        ):
+            told = in_all_cuts(written, lambda: OutputParser(found, tools, prefix=HARMONY.start))
+            assert told == ("", "", [(name, '{"a": 1}')])
+
+
+@pytest.mark.parametrize(
+    ("found", "call"),
+    [
+        (HERMES, '<tool_call>\n{"name": "save", "arguments": {"n": %d}}\n</tool_call>'),
+        (
+            CODER,
+            "<tool_call>\n<function=save>\n<parameter=n>\n%d\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (MISTRAL, '[TOOL_CALLS]save[ARGS]{"n": %d}'),
+    ],
+)
+def test_further_calls_are_left_out_where_one_is_allowed(found: OutputFormat, call: str) -> None:
+    text = "".join(call % n for n in range(3))
+    for end in range(len(call % 0), len(text) + 1):  # a further call may be cut off
+        for parts in ([text[:end]], list(text[:end])):
+            told = channels_of(OutputParser(found, TOOLS, allows_several=False), parts)
+            assert told[2] == [("save", '{"n": 0}')]
+    assert told == ("", "", [("save", '{"n": 0}')])
+
+
+@pytest.mark.parametrize("text", ["a\r\nb", "a\rb", "a\nb", "a\0b", "a\tb"])
+def test_a_string_of_a_python_call_may_have_raw_control_characters(text: str) -> None:
+    found = OutputFormat(
+        calls=PythonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",), is_bare=True)
+    )
+    written = f"<|tool_call_start|>[save(text='{text}')]<|tool_call_end|>"
+    content, _, calls = in_all_cuts(written, lambda: OutputParser(found, TOOLS))
+    assert content == ""
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("save", {"text": text})
+    ]
