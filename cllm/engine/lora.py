@@ -59,6 +59,11 @@ class LoraUse:
     before: LoraSet = ()
     start: int = 0
 
+    @property
+    def names(self) -> set[str]:
+        """Names of all these adapters."""
+        return {name for name, _ in (*self.loras, *self.before)}
+
     def at(self, position: int) -> LoraSet:
         """Return the adapters that compute the token at this position."""
         return self.loras if position >= self.start else self.before

@@ -212,6 +212,51 @@ async def test_eight_requests_with_three_sets_at_once_get_each_what_it_gets_alon
         assert await engine.audit() == []
 
 
+async def test_a_stream_keeps_an_adapter_that_is_being_unloaded_where_it_goes_back() -> None:
+    async with FakeEngine(lambda _: "a long answer in many tokens", stream_buffer=2) as engine:
+        await engine.load_lora("a", "a.gguf", scale=0.0)
+        async with (
+            anyio.create_task_group() as tasks,
+            engine.stream("p", lora={"a": 1.0}) as stream,
+        ):
+            for _ in range(6):
+                await anext(stream)
+            tasks.start_soon(engine.unload_lora, "a")
+            await engine.audit()
+            with pytest.raises(InvalidRequestError, match="lora"):
+                await engine.generate("q", lora={"a": 1.0})
+            for _ in range(3):
+                await stream.rewind(1)
+                await anext(stream)
+            assert [lora.name for lora in engine.model.loras] == ["a"]
+            assert (await stream.completion()).text == "a long answer in many tokens"
+        assert engine.model.loras == ()
+        with pytest.raises(InvalidRequestError, match="lora"):
+            await stream.rewind(1)
+        assert await engine.audit() == []
+
+
+async def test_closing_ends_a_call_that_waits_to_unload_an_adapter() -> None:
+    errors = list[BaseException]()
+    async with (
+        anyio.create_task_group() as tasks,
+        FakeEngine(lambda _: "b" * 3000, n_ctx=4096, stream_buffer=2) as engine,
+    ):
+        await engine.load_lora("a", "a.gguf", scale=0.0)
+
+        async def unload() -> None:
+            try:
+                await engine.unload_lora("a")
+            except ClosedError as error:
+                errors.append(error)
+
+        stream = engine.stream("p", lora={"a": 1.0})
+        await anext(stream)
+        tasks.start_soon(unload)
+        await engine.audit()
+    assert len(errors) == 1
+
+
 async def test_a_complete_output_that_is_resumed_goes_back_with_its_adapters(
     tmp_path: Path,
 ) -> None:

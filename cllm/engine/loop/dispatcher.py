@@ -94,7 +94,7 @@ class Dispatcher:
         self._loop_guard = loop_guard
         self._gate = gate
         self._channels: dict[str, Channel] = {}
-        self._kept: set[str] = set()
+        self._kept: dict[str, Channel] = {}  # that another request is about to continue
         self._embeddings: dict[str, PendingEmbedding] = {}
         self._n_serial = 0
         self._questions: dict[int, PendingCall[Any]] = {}
@@ -125,11 +125,26 @@ class Dispatcher:
         request_id = channel.request_id
         if request_id in self._kept or self._channels.get(request_id, channel) is not channel:
             raise InvalidRequestError("request_id", request_id, "not in use")
-        self._kept.add(request_id)
+        self._kept[request_id] = channel
         try:
             yield
         finally:
-            self._kept.discard(request_id)
+            del self._kept[request_id]
+
+    async def wait_without(self, lora: str) -> None:
+        """Wait until no request with this adapter is open, or about to continue.
+
+        Raises
+        ------
+        ClosedError
+            The engine was closed meanwhile.
+        """
+        while any(
+            lora in c.request.lora.names for c in (*self._channels.values(), *self._kept.values())
+        ):
+            await self._gate.wait_left()
+        if self.stopped.is_set():
+            raise ClosedError("the engine was closed")
 
     def channel(
         self, call: RequestCall, request: GenerationRequest, capacity: int, **options: Any

@@ -41,7 +41,8 @@ class LoraRegistry:
         self._is_fixed = is_fixed
         self._thread: WorkerThread | None = None
         self._loading: set[str] = set()
-        self._leaving: set[str] = set()
+        self._leaving: set[str] = set()  # which only running requests may name
+        self._unloading: set[str] = set()
 
     @property
     def loaded(self) -> dict[str, LoraInfo]:
@@ -55,8 +56,8 @@ class LoraRegistry:
         return lora_use(wanted, self.loaded, tokens)
 
     def has(self, use: LoraUse) -> bool:
-        """Return True if requests may name all adapters of another request."""
-        return {name for name, _ in (*use.loras, *use.before)} <= self.loaded.keys()
+        """Return True if a request with these adapters may continue with them."""
+        return use.names <= (self.loaded.keys() | self._leaving) - self._unloading
 
     async def load(self, name: str, path: str | Path, scale: float) -> LoraInfo:
         """See `Engine.load_lora`."""
@@ -84,6 +85,10 @@ class LoraRegistry:
             raise InvalidRequestError("name", name, "the name of a loaded adapter")
         self._leaving.add(name)
         try:
+            # Here, because a stream that rewinds has no request for a moment.
+            await self._dispatcher.wait_without(name)
+            self._unloading.add(name)
             await self._dispatcher.ask(UnloadLora(name))
         finally:
+            self._unloading.discard(name)
             self._leaving.discard(name)
