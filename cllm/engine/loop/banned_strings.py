@@ -2,13 +2,14 @@
 
 Deltas are held back while their text may be the beginning of such a string.  The last delta with text is
 always held back: the rest of its token's text may follow in a later delta.  When a banned string is complete,
-the deltas from its first token on are dropped, and that token is excluded at its position.
+the deltas from its first token on are dropped, and that token is excluded at its position.  Where a
+constraint allows no other token there, a later token is excluded, or one before.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -23,12 +24,37 @@ class Ban:
     ----------
     kept : tuple of TokenDelta
         Held deltas before the banned string.
-    token : int
-        Token with which the banned string begins.
+    rest : tuple of TokenDelta
+        Those from its first token on.
     """
 
     kept: tuple[TokenDelta, ...]
-    token: int
+    rest: tuple[TokenDelta, ...]
+
+    def placed(self, n_before: int, forced: Container[int]) -> Ban | None:
+        """Return the ban of a later token, or of one before, if a constraint allows no other at its place.
+
+        None if there is no such token.
+
+        Parameters
+        ----------
+        n_before : int
+            Number of tokens of the output before `kept`.
+        forced : container of int
+            Numbers of tokens before the places at which no other token is allowed.
+        """
+        kept, rest = [*self.kept], [*self.rest]
+
+        def is_forced() -> bool:
+            return n_before + sum(len(delta.token_ids) for delta in kept) in forced
+
+        while is_forced() and len(rest) > 1:
+            kept.append(rest.pop(0))
+            while not kept[-1].text and len(rest) > 1:  # its text is in the next one
+                kept.append(rest.pop(0))
+        while is_forced() and kept and kept[-1].token_ids:
+            rest = [kept.pop()]
+        return None if is_forced() or not rest[0].token_ids else Ban(tuple(kept), tuple(rest))
 
 
 class BannedStrings:
@@ -90,7 +116,7 @@ class BannedStrings:
             first -= 1
         if not self._held[first].token_ids:
             return None
-        return Ban(tuple(self._held[:first]), self._held[first].token_ids[0])
+        return Ban(tuple(self._held[:first]), tuple(self._held[first:]))
 
     @property
     def _n_sure(self) -> int:

@@ -86,6 +86,10 @@ class TokenStream:
         strings = call.params.banned_strings
         self._banned = BannedStrings(strings) if strings else None
         self._excluded: dict[int, set[int]] = {}  # by the number of tokens before
+        self._forced: set[int] = set()  # numbers of tokens before which no other token is allowed
+        self._rest: tuple[
+            TokenDelta, ...
+        ] = ()  # of the last banned string, from the excluded token on
 
     async def __aenter__(self) -> Self:
         await self._submit()
@@ -427,9 +431,9 @@ class TokenStream:
         return None
 
     def _dead_end(self) -> Ban | None:
-        """Return a ban of the token before, if no token is left beside those that are excluded here.
+        """Return the ban to be placed elsewhere, if no token is left beside those that are excluded here.
 
-        None for other errors.  A `GenerationError` is raised if the reader already has the token before.
+        None for other errors.
         """
         assert self._banned is not None
         channel, held = self._present, self._banned.held
@@ -441,30 +445,43 @@ class TokenStream:
             and isinstance(channel.error.__cause__, InvalidArgumentError)
         ):
             return None
-        if held and held[-1].token_ids:
-            return Ban(held[:-1], held[-1].token_ids[0])
-        limit = "other strings: no other token is left where one of them begins"
-        cause = InvalidRequestError("banned_strings", channel.call.params.banned_strings, limit)
-        error = GenerationError.of(self.request_id, cause)
-        error.completion = channel.completion
-        channel.error = error  # of every later step, too
-        raise error
+        self._forced.add(n_tokens)
+        return Ban(held, self._rest)
 
     async def _without(self, ban: Ban) -> None:
-        """Continue before a banned string, with another token than the one that began it."""
-        kept, token = ban.kept, ban.token
+        """Continue before a banned string, with another token than the one that began it.
+
+        Raises
+        ------
+        GenerationError
+            No other token is possible, or the reader already has those that could be another.
+        """
+        channel = self._present
+        placed = ban.placed(len(self._position), self._forced)
+        if placed is None:
+            limit = "other strings: no other token is left where one of them begins"
+            strings = channel.call.params.banned_strings
+            reason = InvalidRequestError("banned_strings", strings, limit)
+            error = GenerationError.of(self.request_id, reason)
+            channel.cancel()
+            error.completion = channel.completion
+            channel.error = error  # of every later step, too
+            raise error
+        kept, self._rest = placed.kept, placed.rest
+        token = self._rest[0].token_ids[0]
         n_before = len(self._position) + sum(len(delta.token_ids) for delta in kept)
         n_tried = len(self._excluded.get(n_before, ()))
         if n_tried >= N_TRIES and kept and kept[-1].token_ids:
             # Banned strings follow whatever token is tried: exclude the token before instead.
             *before, last = kept
-            kept, token = tuple(before), last.token_ids[0]
+            kept, token, self._rest = tuple(before), last.token_ids[0], (last,)
             n_before -= len(last.token_ids)
         elif n_tried >= MAX_TRIES:
             self._present.cancel()
             cause = ValueError(f"{n_tried} tokens in one place begin a banned string")
             raise GenerationError.of(self.request_id, cause)
         self._excluded = {n: tokens for n, tokens in self._excluded.items() if n <= n_before}
+        self._forced = {n for n in self._forced if n < n_before}
         excluded = self._excluded.setdefault(n_before, set())
         excluded.add(token)
         generated = self._position + tuple(t for delta in kept for t in delta.token_ids)

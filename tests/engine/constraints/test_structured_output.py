@@ -269,6 +269,36 @@ async def test_a_banned_string_is_avoided_before_the_place_where_a_constraint_le
     assert completion.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.parametrize(
+    ("grammar", "banned", "others"),
+    [
+        ('"yes" | "yon"', "yes", {"yon"}),
+        ('"yes" | "you"', "yes", {"you"}),
+        ('"abcdef" | "abcxyz"', "abcdef", {"abcxyz"}),
+        ('"abcdef" | "axc"', "abcdef", {"axc"}),
+        ('"abcdef" | "abcx" | "aby"', "bcde", {"abcx", "aby"}),
+        ('"caf\u00e9" | "caf\u00e8"', "caf\u00e9", {"caf\u00e8"}),
+        ('("ab" | "ac"){3}', "b", {"acacac"}),
+        ('("abc" | "abd" | "x"){4}', "abc", None),
+    ],
+)
+async def test_a_banned_string_is_avoided_wherever_its_grammar_leaves_another_token(
+    engine: Engine, grammar: str, banned: str, others: set[str] | None
+) -> None:
+    for seed in range(4):
+        completion = await engine.generate(
+            "say: ",
+            grammar=f"root ::= {grammar}",
+            banned_strings=[banned],
+            seed=seed,
+            max_tokens=40,
+        )
+        assert banned not in completion.text
+        assert completion.finish_reason is FinishReason.STOP
+        assert others is None or completion.text in others
+    assert await engine.audit() == []
+
+
 async def test_a_banned_string_that_a_constraint_needs_is_named(engine: Engine) -> None:
     options: dict[str, Any] = {"regex": "xya", "banned_strings": ["ya"], "temperature": 0}
     async with engine.stream("count:", **options) as stream:

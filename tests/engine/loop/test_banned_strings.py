@@ -38,7 +38,7 @@ def test_nothing_is_let_through_that_ends_in_a_banned_string_and_all_else_is(
         if found is not None:
             kept = released + list(found.kept)
             before = "".join(d.text for d in kept)
-            assert found.token == len(kept)
+            assert found.rest[0].token_ids == (len(kept),)
             assert not any(s in before for s in strings)
             assert any(s in so_far for s in strings)
             return
@@ -57,7 +57,8 @@ def test_what_may_begin_one_is_held_back_and_no_more() -> None:
     last, next_ = TokenDelta("d", (3,)), TokenDelta("y", (4,))
     assert banned.push(next_) is None
     assert list(iter(banned.take, None)) == [last]
-    assert banned.push(TokenDelta("abc", (5,))) == Ban((next_,), 5)
+    ended = TokenDelta("abc", (5,))
+    assert banned.push(ended) == Ban((next_,), (ended,))
 
 
 def test_a_token_whose_text_came_later_has_begun_it() -> None:
@@ -65,7 +66,10 @@ def test_a_token_whose_text_came_later_has_begun_it() -> None:
     for delta in (TokenDelta("a", (1,)), TokenDelta("", (2,)), TokenDelta("", (3,))):
         assert banned.push(delta) is None
     assert [d.token_ids for d in iter(banned.take, None)] == []
-    assert banned.push(TokenDelta("\n\nb", (4,))) == Ban((TokenDelta("a", (1,)),), 2)
+    found = banned.push(TokenDelta("\n\nb", (4,)))
+    assert found is not None
+    assert found.kept == (TokenDelta("a", (1,)),)
+    assert [delta.token_ids for delta in found.rest] == [(2,), (3,), (4,)]
 
 
 @pytest.mark.anyio
