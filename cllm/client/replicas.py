@@ -239,8 +239,9 @@ def _checked(url: str) -> str:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise InvalidArgumentError("base_url", url, f"{limit} ({error})") from None
-    is_more = bool(parsed.query or parsed.fragment) or not 0 < (parsed.port or 80) <= 65535
-    if parsed.scheme not in ("http", "https") or not parsed.host or is_more:
+    is_port = parsed.port is None or 0 < parsed.port <= 65535
+    is_more = bool(parsed.query or parsed.fragment)
+    if parsed.scheme not in ("http", "https") or not parsed.host or is_more or not is_port:
         raise InvalidArgumentError("base_url", url, limit)
     return url.rstrip("/")
 

@@ -125,6 +125,7 @@ def main(seconds: str) -> None:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
+        content = b""  # before the next file needs memory
         end_after(0)
 
 

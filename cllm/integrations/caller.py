@@ -119,7 +119,7 @@ def _is_in_event_loop() -> bool:
     return True
 
 
-def arguments_of(text: str) -> dict[str, Any] | None:
+def whole_arguments(text: str) -> dict[str, Any] | None:
     """Return the arguments of a tool call; None if their JSON was cut off: no program may run half a call."""
     try:
         arguments = json.loads(text or "{}")

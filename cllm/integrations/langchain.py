@@ -16,7 +16,7 @@ from typing import Any
 
 from cllm import Completion, Embedder, Engine, TokenDelta, Usage
 from cllm.errors import extra
-from cllm.integrations.caller import Caller, arguments_of
+from cllm.integrations.caller import Caller, whole_arguments
 
 with extra("langchain"):
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -151,7 +151,7 @@ class CllmChat(BaseChatModel):
         calls: list[ToolCall] = []
         invalid: list[InvalidToolCall] = []
         for call in completion.tool_calls:
-            if (arguments := arguments_of(call.arguments)) is not None:
+            if (arguments := whole_arguments(call.arguments)) is not None:
                 calls.append(ToolCall(name=call.name, args=arguments, id=call.id))
                 continue
             cut = InvalidToolCall(
@@ -291,10 +291,8 @@ def _said_in(message: BaseMessage) -> list[dict[str, Any]]:
         converted = convert_to_openai_messages([message])
         assert isinstance(converted, list)
         return converted
-    thought, content = (
-        str(message.additional_kwargs.get("reasoning_content") or ""),
-        message.content,
-    )
+    content = message.content
+    thought = str(message.additional_kwargs.get("reasoning_content") or "")
     if isinstance(content, list):  # of standard blocks; the calls are in `tool_calls`, too
         blocks = [block if isinstance(block, dict) else {"text": block} for block in content]
         told = [str(b.get("reasoning") or "") for b in blocks if b.get("type") == "reasoning"]
@@ -324,7 +322,7 @@ def _chunks_of(completion: Completion) -> list[Any]:
     return [
         tool_call_chunk(name=call.name, args=call.arguments, id=call.id, index=index)
         for index, call in enumerate(completion.tool_calls)
-        if arguments_of(call.arguments) is not None
+        if whole_arguments(call.arguments) is not None
     ]
 
 

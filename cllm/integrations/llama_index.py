@@ -19,7 +19,7 @@ from typing import Any
 
 from cllm import Audio, Completion, Embedder, Engine, Image, TokenStream
 from cllm.errors import extra
-from cllm.integrations.caller import Caller, arguments_of
+from cllm.integrations.caller import Caller, whole_arguments
 
 with extra("llama-index"):
     from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
@@ -357,7 +357,7 @@ def _message_of(completion: Completion) -> ChatMessage:
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=arguments)
         for call in completion.tool_calls
-        if (arguments := arguments_of(call.arguments)) is not None
+        if (arguments := whole_arguments(call.arguments)) is not None
     ]
     return _assistant(completion.text, completion.reasoning, calls)
 
@@ -375,7 +375,7 @@ def _assistant(text: str, thought: str, calls: Sequence[ToolCallBlock]) -> ChatM
 
 def _arguments(call: ToolCallBlock) -> dict[str, Any] | None:
     given = call.tool_kwargs
-    return given if isinstance(given, dict) else arguments_of(given)
+    return given if isinstance(given, dict) else whole_arguments(given)
 
 
 def _written(call: ToolCallBlock) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from cllm import Audio, Completion, Engine, Image, TokenDelta, TokenStream
 from cllm.engine.media_limits import is_audio
 from cllm.hub.cache import cached_models
 from cllm.hub.names import PREFIX
-from cllm.integrations.caller import Caller, arguments_of
+from cllm.integrations.caller import Caller, whole_arguments
 
 R = TypeVar("R")
 N_TEXTS = 256  # texts that `llm` passes to one call of `embed_batch`
@@ -281,7 +281,7 @@ def _events_of(delta: TokenDelta) -> Iterator[StreamEvent]:
 def _end(completion: Completion, response: Any) -> Iterator[StreamEvent]:
     """Add the tool calls and the usage to `response`, and yield the events of the tool calls."""
     for call in completion.tool_calls:
-        if (arguments := arguments_of(call.arguments)) is None:  # cut off
+        if (arguments := whole_arguments(call.arguments)) is None:  # cut off
             yield StreamEvent(type="text", chunk=call.arguments)
             continue
         response.add_tool_call(

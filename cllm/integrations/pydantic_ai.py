@@ -148,16 +148,16 @@ class CllmModel(Model):
         if isinstance(timeout, int | float):
             options["timeout"] = float(timeout)
         choice = (settings or {}).get("tool_choice")
-        functions = parameters.function_tools
+        functions, outputs = parameters.function_tools, parameters.output_tools
+        names = getattr(choice, "function_tools", choice)  # of a `ToolOrOutput`
         if choice == "none":
             functions = []
-        elif isinstance(choice, list):
-            functions = [tool for tool in functions if tool.name in choice]
-        tools = [*functions, *parameters.output_tools]
+        elif isinstance(names, list):
+            functions = [tool for tool in functions if tool.name in names]
+        is_demanded = choice == "required" or (isinstance(choice, list) and bool(choice))
+        tools = functions if is_demanded and functions else [*functions, *outputs]
         if tools:
-            is_free = parameters.allow_text_output and not (
-                choice == "required" or isinstance(choice, list)
-            )
+            is_free = parameters.allow_text_output and not is_demanded
             options["tools"] = [_tool_of(tool) for tool in tools]
             options["tool_choice"] = "auto" if is_free else "required"
         if parameters.output_mode == "native" and parameters.output_object is not None:

@@ -499,7 +499,7 @@ def _checked_fault(item: tuple[object, object]) -> tuple[int, Fault]:
 def _checked_call_fault(item: tuple[Any, Any]) -> tuple[tuple[str, int], bool | Exception]:
     call, fault = item
     is_call = isinstance(call, tuple) and len(call) == 2 and call[0] in CALLS
-    if not is_call or not isinstance(fault, bool | Exception):
+    if not is_call or not (fault is False or isinstance(fault, Exception)):
         limit = f"(name, k) with False or an exception; names: {', '.join(CALLS)}"
         raise InvalidArgumentError("call_faults", item, limit)
     check_int("call_faults", call[1], 1, INT32_MAX)

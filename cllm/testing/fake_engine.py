@@ -81,6 +81,8 @@ class FakeAnswer:
     tool_calls: Sequence[tuple[str, Mapping[str, Any] | str] | Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tool_calls, list | tuple):
+            raise InvalidArgumentError("tool_calls", self.tool_calls, "a list")
         object.__setattr__(self, "tool_calls", tuple(map(_call, self.tool_calls)))
 
     def written(self) -> str:

@@ -114,7 +114,23 @@ class ScriptedFaults:
         with self._rules.answering(given, rule, questions) as request_id:
             others = [each for each in scope["headers"] if each[0] != HEADER.encode()]
             scope = {**scope, "headers": [*others, (HEADER.encode(), request_id.encode())]}
-            await self._app(scope, _again(data, receive), _paced(send, rule))
+            await self._app(scope, _again(data, receive), _paced(_as(given, send), rule))
+
+
+def _as(request_id: str, send: Send) -> Send:
+    """Return a `send` with this id of the request in the answer; "" leaves it."""
+
+    async def told(message: Message) -> None:
+        if request_id and message["type"] == "http.response.start":
+            name = HEADER.encode()
+            headers = [
+                (key, request_id.encode() if key.lower() == name else value)
+                for key, value in message["headers"]
+            ]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return told
 
 
 async def _leaves_within(seconds: float, receive: Receive) -> bool:

@@ -220,7 +220,7 @@ async def test_a_wrong_key_and_an_unknown_route_are_told(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "url",
     [
-        "", "127.0.0.1:80", "ftp://host", "http://", 5, [], ["http://a", ""], "http://a:99999",
+        "", "127.0.0.1:80", "ftp://host", "http://", 5, [], ["http://a", ""], "http://a:99999", "http://a:0",
         "http://a:80?b=1", "http://a#b",
     ],
 )  # fmt: skip

@@ -30,7 +30,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llm.plugins import pm
 from pydantic import BaseModel
-from pydantic_ai import BinaryContent, CachePoint
+from pydantic_ai import BinaryContent, CachePoint, ToolOrOutput
 
 from cllm import Audio, DeadlineError, Engine, InvalidRequestError
 from cllm.integrations import llm_plugin
@@ -337,6 +337,12 @@ def test_pydantic_ai_keeps_to_the_settings_of_a_run() -> None:
         assert (await agent.run(["Hi", CachePoint()])).output == "Hello there"
         engine_prompts.clear()
         await agent.run("Hi", model_settings={"tool_choice": "none"})
+        assert "picture" not in engine_prompts[-1]
+        for choice, has in ((["picture"], True), (["another"], False), ("auto", True)):
+            await agent.run("Hi", model_settings={"tool_choice": choice})
+            assert ("picture" in engine_prompts[-1]) is has
+        allowed = ToolOrOutput(function_tools=["another"])
+        await agent.run("Hi", model_settings={"tool_choice": allowed})
         assert "picture" not in engine_prompts[-1]
         with pytest.raises(DeadlineError):
             await agent.run("Hi", model_settings={"timeout": 0.0})

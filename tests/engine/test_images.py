@@ -544,7 +544,6 @@ async def test_a_file_does_not_pay_for_an_earlier_one_that_has_ended_their_proce
     found = [decoder.run(Image(file_of("PNG")), 0)]
     assert decoder._process is not None
     decoder._process.kill()
-    decoder._process.wait()
     found.append(decoder.run(Image(file_of("PNG")), 0))
     await decoder.close()
     assert found[0] == found[1]

@@ -156,7 +156,7 @@ USED = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": PARTS}
 
 
-@pytest.mark.cllm_server([{"text": "yes"}])
+@pytest.mark.cllm_server([{"times": 1, "text": "yes"}, {"text": "another rule"}])
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -205,9 +205,13 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": PARTS}
 def test_a_rule_that_matches_answers_whatever_the_shape_of_the_request(
     cllm_server: FakeServer, path: str, body: dict[str, Any]
 ) -> None:
-    answer = httpx.post(f"{cllm_server.url}{path}", json={"model": "m", "max_tokens": 9, **body})
+    asked = {"model": "m", "max_tokens": 20, **body}
+    headers = {"x-request-id": "mine"}
+    answer = httpx.post(f"{cllm_server.url}{path}", json=asked, headers=headers)
     assert answer.status_code == 200, answer.text
     assert "yes" in answer.text
+    assert "another" not in answer.text
+    assert answer.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.cllm_server([{"times": 1, "first_token_s": 3600, "text": "slow"}, {"text": "fast"}])

@@ -25,7 +25,7 @@ ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 ID_KEYS = ("id", "tool_call_id", "call_id")
 OTHER_KEYS = ("type", "index")
 MAX_NAME = 256
-MAX_BEFORE_CALL = 64  # characters between the start of a section and its first call
+MAX_BEFORE_CALL = 256  # characters between the start of a section and its first call
 MAX_PYTHON = 1 << 16  # characters of one value in Python's notation
 # Attributes after the name in a tag, and the `/` that may end the tag.
 ATTRIBUTES = re.compile(r"""(?:\s*[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))*\s*/?""")

@@ -132,9 +132,10 @@ class OutputParser:
         try:
             yield from turn.read(self._reader, self)
         except EndOfTextError:
+            is_left_out = self._is_left_out
             self.fail()
             left = self._reader.since(self._mark) + self._reader.rest()
-            self.content(turn.text_of(left))
+            self.content("" if is_left_out else turn.text_of(left))
         self._end_space()
 
     def _channels(self) -> Step[None]:
@@ -153,7 +154,7 @@ class OutputParser:
             except EndOfTextError:
                 self._end_space()
                 return
-            if reasoning and marker == start and self._has_content:
+            if reasoning and marker == start and self._has_content and "\n" not in self._space:
                 self.content(marker)  # an answer that names it
             elif reasoning and marker == start:
                 self._space = ""
@@ -289,7 +290,10 @@ class OutputParser:
 
     def arguments(self, piece: str) -> None:
         """See `CallSink`."""
-        if not piece or self._is_left_out:
+        if not piece:
+            return
+        if self._is_left_out:
+            self._mark = self._reader.at
             return
         self._pieces.append(encodable(piece))
         self._n_held += len(piece)

@@ -187,7 +187,7 @@ class MediaReader:
 
 
 class Decoder:
-    """Decodes the files of one prompt in a process of its own, which the first file starts.
+    """Decoder of the files of one prompt, in a process that the first file starts.
 
     The files of another prompt may come from another client: they get another process.
     """
@@ -257,7 +257,28 @@ class Decoder:
 
     def _decoded(self, source: bytes, media: MediaSource, wanted: str) -> tuple[Shape, bytes]:
         name, kind = media.shown, media.kind
-        process = self._started(name)
+        had_process = self._process is not None
+        answer, data, is_late = self._ask(source, media, wanted)
+        if not answer and had_process and not (is_late or self._is_stopped):
+            self._end()  # perhaps by an earlier file
+            answer, data, is_late = self._ask(source, media, wanted)
+        if data:
+            return tuple(answer["shape"]), data
+        if (missing := answer.get("missing")) is not None:
+            raise MissingExtraError(missing, name="PIL" if kind == "image" else "soundfile")
+        if (reason := answer.get("error")) is not None:
+            raise InvalidRequestError(kind, answer.get("value", name), reason)
+        status = self._end()
+        limit = f"an intact file (the process that decodes it ended with {status})"
+        if is_late:
+            limit = f"{WORDS[kind]} that is decoded within {DECODE_S:.0f} s"
+        raise InvalidRequestError(kind, name, limit)
+
+    def _ask(
+        self, source: bytes, media: MediaSource, wanted: str
+    ) -> tuple[dict[str, Any], bytes, bool]:
+        """Return the answer of the process, the pixels or samples, and True if its time was over."""
+        process = self._started(media.shown)
         assert process.stdin is not None
         assert process.stdout is not None
         is_late = threading.Event()
@@ -273,21 +294,11 @@ class Decoder:
                 process.stdin.write(b"%s %d\n" % (wanted.encode(), len(source)))
                 process.stdin.write(source)
                 process.stdin.flush()
-            answer, data = _answer(process.stdout, kind)
+            answer, data = _answer(process.stdout, media.kind)
         finally:
             timer.cancel()
             timer.join()
-        if data:
-            return tuple(answer["shape"]), data
-        if (missing := answer.get("missing")) is not None:
-            raise MissingExtraError(missing, name="PIL" if kind == "image" else "soundfile")
-        if (reason := answer.get("error")) is not None:
-            raise InvalidRequestError(kind, answer.get("value", name), reason)
-        status = self._end()
-        limit = f"an intact file (the process that decodes it ended with {status})"
-        if is_late.is_set():
-            limit = f"{WORDS[kind]} that is decoded within {DECODE_S:.0f} s"
-        raise InvalidRequestError(kind, name, limit)
+        return answer, data, is_late.is_set()
 
     def _started(self, name: str) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -325,6 +336,6 @@ def _answer(output: IO[bytes], kind: str) -> tuple[dict[str, Any], bytes]:
         n_bytes = n_bytes_of(shape)
         is_possible = kind_of(shape) == kind and min(shape) > 0 and n_bytes <= MAX_BYTES
         data = output.read(n_bytes) if is_possible else b""
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}, b""
     return (answer, data) if data and len(data) == n_bytes else ({}, b"")

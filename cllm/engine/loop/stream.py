@@ -314,7 +314,6 @@ class TokenStream:
         n_tokens = check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
         seed = self._present.call.seed
         next_seed = 0 if seed is None else (seed + 1) % (MAX_SEED + 1)
-        self._is_given_up = False
         await self._go_on_from(position[:-n_tokens], seed=next_seed)
 
     async def inject(self, text: str | Sequence[int]) -> None:
@@ -340,7 +339,6 @@ class TokenStream:
             tokens = token_ids_of("text", text)
         if not tokens:
             raise InvalidRequestError("text", text, "at least one token")
-        self._is_given_up = False
         await self._go_on_from(self._position + tokens)
 
     @property
@@ -364,6 +362,7 @@ class TokenStream:
         self._check_not_continuing()
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
+        self._is_given_up = False
         call = channel.call
         call = replace(
             call,

@@ -61,7 +61,7 @@ BEAT_S = 0.5
 class ToParent:
     """Sender of frames to the parent.  Any thread.
 
-    Large KV states are sent by threads of their own, so that the inference thread goes on.
+    A thread of its own sends large KV states, and the inference thread continues.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -69,20 +69,25 @@ class ToParent:
         self._lock = threading.Lock()
         # Held while waiting for `_lock`: the sender of a state waits here in its turn before its next packet.
         self._turn = threading.Lock()
-        self._bulky_lock = threading.Lock()
+        self._states: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_states, name="cllm-states", daemon=True)
+        self._sender.start()
         self.thread: InferenceThread | None = None
 
     def post(self, events: list[Event]) -> bool:
         """See `Outbox`."""
         statistics = None if self.thread is None else self.thread.statistics
-        swift: list[FromChild] = []
-        for event in events:
-            if has_large_state(event):
-                frame = encode_events([event])
-                threading.Thread(target=self._send_bulky, args=(frame,), name="cllm-state").start()
-            else:
-                swift.append(event)
-        return self._send(encode_events(swift, statistics))
+        is_sent = self._send(
+            encode_events([e for e in events if not has_large_state(e)], statistics)
+        )
+        for event in filter(has_large_state, events):  # the ends of requests, after their tokens
+            self._states.put(encode_events([event]))
+        return is_sent
+
+    def close(self) -> None:
+        """Wait until all states are sent."""
+        self._states.put(None)
+        self._sender.join()
 
     def tell(self, told: FromChild) -> None:
         """Send a report that is none of the engine's events."""
@@ -91,8 +96,8 @@ class ToParent:
     def _send(self, frame: Frame) -> bool:
         return self._send_together(packets(frame, is_bulky=False))
 
-    def _send_bulky(self, frame: Frame) -> None:
-        with self._bulky_lock:
+    def _send_states(self) -> None:
+        while (frame := self._states.get()) is not None:
             for packet in packets(frame, is_bulky=True):
                 self._send_together([packet])
 
@@ -217,6 +222,7 @@ def serve(
                     case Shutdown():
                         thread.request_stop()
                         thread.join()
+                        to_parent.close()
                         return
                     case SetLogLevel(level=level):
                         logging.getLogger("cllm").setLevel(level)

@@ -67,9 +67,8 @@ class FrameReader:
     """Decoder from a stream of bytes to frames."""
 
     def __init__(self) -> None:
-        self._received = memoryview(
-            bytearray(MAX_PACKET)
-        )  # `recv` would allocate as much each time
+        # `recv` would allocate as much each time.
+        self._received = memoryview(bytearray(MAX_PACKET))
         self._header = b""
         self._n_missing = 0
         self._lanes = (_Lane(), _Lane())

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import IO, NamedTuple
 
@@ -16,11 +16,10 @@ from cllm.engine.child_process import how_ended
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
 from cllm.engine.core.commands import (
     AddRequest,
-    Ask,
     CancelRequest,
     Command,
     Read,
-    Withdraw,
+    Shutdown,
 )
 from cllm.engine.file_content import FileContent
 from cllm.engine.plain_values import as_plain
@@ -32,9 +31,8 @@ from cllm.errors import CllmError
 from cllm.system import SIGKILL, is_stopped
 
 MAX_READ = 1 << 16
-MAX_SENT = (
-    1 << 20
-)  # bytes that one call sends: it may run in the event loop, and answers come in meanwhile
+# Bytes that one call sends: it may run in the event loop, and answers come in meanwhile.
+MAX_SENT = 1 << 20
 # A tick hangs after `hang_timeout_s` if its processor time is less than this share of its duration.
 SLOW_SHARE = 0.1
 HUNG_FACTOR = 10.0  # a tick that computes more hangs after this many `hang_timeout_s`
@@ -84,8 +82,9 @@ class CommandSender:
         self.log_level: int = _log_level()
         self._packet = memoryview(b"")  # the rest of the one that is being sent
         self._swift: deque[bytes] = deque()  # packets
-        self._bulky: deque[Iterator[bytes]] = deque()  # packets of each frame
-        self._behind: set[str] = set()  # requests whose commands are bulky or come after bulky ones
+        # Packets of each frame, and the requests of its commands.
+        self._bulky: deque[tuple[Iterator[bytes], list[str]]] = deque()
+        self._behind: Counter[str] = Counter()  # these requests, by the number of commands
 
     def send(self, commands: list[Command]) -> None:
         """Send unsent bytes and the commands, in at most a few milliseconds.
@@ -98,12 +97,19 @@ class CommandSender:
             if (log_level := _log_level()) != self.log_level:
                 self.log_level = log_level
                 swift.append(SetLogLevel(log_level))
+            ids: list[str] = []
             for command in commands:
-                (bulky if self._is_behind(command) else swift).append(command)
+                if not self._is_behind(command):
+                    swift.append(command)
+                    continue
+                bulky.append(command)
+                if (request_id := _request_of(command)) is not None:
+                    ids.append(request_id)
+                    self._behind[request_id] += 1
             if swift:
                 self._swift += packets(encode_commands(swift), is_bulky=False)
             if bulky:
-                self._bulky.append(packets(encode_commands(bulky), is_bulky=True))
+                self._bulky.append((packets(encode_commands(bulky), is_bulky=True), ids))
         n_sent = 0
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while n_sent < MAX_SENT and (self._packet or self._advance()):
@@ -113,24 +119,21 @@ class CommandSender:
 
     def _is_behind(self, command: Command) -> bool:
         """True if a command is bulky, or must arrive after a bulky one that is not yet sent."""
-        match command:
-            case AddRequest(request) if is_bulky(request):
-                self._behind.add(request.request_id)
-                return True
-            case CancelRequest(request_id) | Read(request_id):
-                return request_id in self._behind
-            case Ask() | Withdraw():  # the removal of an adapter comes after its last request
-                return bool(self._behind)
-        return False
+        if isinstance(command, AddRequest) and is_bulky(command.request):
+            return True
+        if isinstance(command, Shutdown):
+            return bool(self._bulky)
+        return _request_of(command) in self._behind
 
     def _advance(self) -> bool:
         """Take the next packet; return False if there is none."""
         packet = self._swift.popleft() if self._swift else None
         while packet is None and self._bulky:
-            if (packet := next(self._bulky[0], None)) is None:
+            frame, ids = self._bulky[0]
+            if (packet := next(frame, None)) is None:
+                self._behind -= Counter(ids)
                 self._bulky.popleft()
         if packet is None:
-            self._behind.clear()
             return False
         self._packet = memoryview(packet)
         return True
@@ -286,6 +289,16 @@ class ProcessHandle:
         underway = self._batch.read()
         self._batch.close()
         return Ending(_crash_of(code, last_words), code == -SIGKILL, underway)
+
+
+def _request_of(command: ToChild) -> str | None:
+    """Return the id of the request of a command; None for other commands."""
+    match command:
+        case AddRequest(request):
+            return request.request_id
+        case CancelRequest(request_id) | Read(request_id):
+            return request_id
+    return None
 
 
 def _log_level() -> int:

@@ -246,7 +246,7 @@ def test_a_marker_inside_of_a_longer_one_waits_for_it() -> None:
 
 
 def in_all_cuts(text: str, make: Callable[[], OutputParser]) -> Channels:
-    """What a text is, which must not depend on how it comes."""
+    """Return the channels of a text; check that cuts do not change them."""
     whole = channels_of(make(), [text])
     assert channels_of(make(), list(text)) == whole
     for n in range(len(text)):
@@ -265,11 +265,14 @@ def test_an_answer_may_name_the_markers_of_thoughts(found: OutputFormat) -> None
         text = f"{start}\n{thought}\n{end}\n\n{answer}" if thought else answer
         told = in_all_cuts(text, lambda: OutputParser(found, TOOLS))
         assert told == (answer, thought, [])
+    late = f"Sure.\n{start}\nHm.\n{end}\n\nSo it is."  # one that begins a line is a thought
+    content, thought, calls = in_all_cuts(late, lambda: OutputParser(found, TOOLS))
+    assert (content.split(), thought, calls) == (["Sure.", "So", "it", "is."], "Hm.", [])
 
 
 def test_an_answer_that_names_the_marker_of_a_section_goes_on_at_once() -> None:
     parser = OutputParser(CODER, TOOLS)
-    first = "Calls are written as `<tool_call>` and a function. " + "And so on. " * 9
+    first = "Calls are written as `<tool_call>` and a function. " + "And so on. " * 40
     told = parser.push(first).content
     assert len(first) - len(told) < 20
     assert parser.push("More.").content.endswith("More.")
@@ -295,21 +298,28 @@ def test_a_call_of_harmony_leaves_nothing_of_its_name_in_the_content(name: str) 
 @pytest.mark.parametrize(
     ("found", "call"),
     [
-        (HERMES, '<tool_call>\n{"name": "save", "arguments": {"n": %d}}\n</tool_call>'),
+        (HERMES, '<tool_call>\n{"name": "save", "arguments": {"text": "%s"}}\n</tool_call>'),
         (
             CODER,
-            "<tool_call>\n<function=save>\n<parameter=n>\n%d\n</parameter>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=save>\n<parameter=text>\n%s\n</parameter>\n</function>\n</tool_call>",
         ),
-        (MISTRAL, '[TOOL_CALLS]save[ARGS]{"n": %d}'),
+        (MISTRAL, '[TOOL_CALLS]save[ARGS]{"text": "%s"}'),
+        (
+            OutputFormat(turn=HARMONY),
+            '<|start|>assistant<|channel|>commentary to=functions.save <|constrain|>json<|message|>{"text": "%s"}<|call|>',
+        ),
     ],
 )
 def test_further_calls_are_left_out_where_one_is_allowed(found: OutputFormat, call: str) -> None:
-    text = "".join(call % n for n in range(3))
-    for end in range(len(call % 0), len(text) + 1):  # a further call may be cut off
-        for parts in ([text[:end]], list(text[:end])):
-            told = channels_of(OutputParser(found, TOOLS, allows_several=False), parts)
-            assert told[2] == [("save", '{"n": 0}')]
-    assert told == ("", "", [("save", '{"n": 0}')])
+    prefix = found.turn.start if found.turn else ""
+    text = "".join(call % (str(n) * 700) for n in range(3)).removeprefix(prefix)
+    first = len(call % ("0" * 700))
+    for end in (*range(first, first + 50), *range(first + 50, len(text), 97), len(text)):
+        for parts in ([text[:end]], [text[:end:][i : i + 7] for i in range(0, end, 7)]):
+            parser = OutputParser(found, TOOLS, prefix=prefix, allows_several=False)
+            content, _, calls = channels_of(parser, parts)
+            assert calls == [("save", json.dumps({"text": "0" * 700}))]
+            assert len(content) < 70  # the beginning of a call that is cut off in its name, at most
 
 
 @pytest.mark.parametrize("text", ["a\r\nb", "a\rb", "a\nb", "a\0b", "a\tb"])

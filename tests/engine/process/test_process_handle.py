@@ -17,8 +17,7 @@ from cllm.engine.core.commands import (
     Finished,
     Progressed,
     Read,
-    UnloadLora,
-    Withdraw,
+    Shutdown,
 )
 from cllm.engine.media import MediaInput
 from cllm.engine.output import TokenDelta
@@ -123,19 +122,32 @@ def test_commands_overtake_the_images_of_other_requests(wire: Wire) -> None:
     assert names(wire.read_all()) == ["image"]
 
 
-def test_commands_for_a_request_and_questions_stay_behind_its_images(wire: Wire) -> None:
-    wire.sender.send([asked("image", image(3_000_000))])
-    behind: list[Command] = [
-        Read("image", 1),
-        Ask(1, UnloadLora("a")),
-        CancelRequest("image"),
-        Withdraw(1),
-    ]
+def test_commands_for_a_request_stay_behind_its_images(wire: Wire) -> None:
+    wire.sender.send([asked("image", image(3_000_000)), Read("image", 1)])
+    behind: list[Command] = [CancelRequest("image"), asked("image", image(3)), Read("image", 2)]
     for command in behind:
         wire.sender.send([command])
-    assert names(wire.read_all()) == ["image", *behind]
-    wire.sender.send([Ask(2, Audit()), Read("image", 2)])
-    assert wire.read_all() == [Ask(2, Audit()), Read("image", 2)]
+    assert names(wire.read_all()) == ["image", Read("image", 1), behind[0], "image", behind[2]]
+    wire.sender.send([Ask(2, Audit()), Read("image", 3)])
+    assert wire.read_all() == [Ask(2, Audit()), Read("image", 3)]
+
+
+def test_a_request_that_is_sent_waits_for_no_other_image(wire: Wire) -> None:
+    wire.sender.send([asked("first", image(300_000))])
+    wire.sender.send([asked("second", image(30_000_000))])
+    arrived = list[object]()
+    while not arrived:
+        arrived += wire.read()
+        wire.sender.send([])
+    swift: list[Command] = [Read("first", 3), Ask(1, Audit()), CancelRequest("first")]
+    wire.sender.send(swift)
+    while len(arrived) < 4:
+        arrived += wire.read()
+        wire.sender.send([])
+    assert names(arrived) == ["first", *swift]
+    assert wire.sender.has_unsent
+    wire.sender.send([Shutdown()])  # the end of all requests
+    assert names(wire.read_all()) == ["second", Shutdown()]
 
 
 def test_what_requests_share_is_sent_once_and_arrives_as_it_was(wire: Wire) -> None:
@@ -148,7 +160,7 @@ def test_what_requests_share_is_sent_once_and_arrives_as_it_was(wire: Wire) -> N
 
 
 def test_one_call_sends_a_bounded_number_of_bytes() -> None:
-    """It may run in the event loop, next to a process that reads as fast as this one sends."""
+    """The call may run in the event loop, next to a process that reads as fast as this one sends."""
 
     class Fast:
         n_bytes = 0
@@ -174,11 +186,17 @@ def test_tokens_overtake_the_kv_state_of_another_request() -> None:
     with ours, theirs:
         sender, reader, arrived = ToParent(ours), FrameReader(), list[FromChild]()
         token = Progressed("c", TokenDelta("x", (1,)))
-        post = threading.Thread(target=sender.post, args=([*ends, token],))
+        last = Progressed("a", TokenDelta("y", (2,)))
+
+        def send() -> None:
+            sender.post([last, *ends])
+            sender.post([token])
+
+        post = threading.Thread(target=send)
         post.start()
-        while len(arrived) < 3:
+        while len(arrived) < 4:
             for frame in reader.receive(theirs) or []:
                 arrived += decode_events(frame)[0]
             post.join(0.02 if post.is_alive() else None)  # a packet a time until the token is sent
-        assert arrived[0] == token
-        assert sorted(arrived[1:], key=lambda end: getattr(end, "request_id", "")) == ends
+        assert arrived == [last, token, *ends]
+        sender.close()
