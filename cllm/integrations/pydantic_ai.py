@@ -154,8 +154,10 @@ class CllmModel(Model):
             functions = []
         elif isinstance(names, list):
             functions = [tool for tool in functions if tool.name in names]
+        if isinstance(choice, list):
+            outputs = [tool for tool in outputs if tool.name in choice]
         is_demanded = choice == "required" or (isinstance(choice, list) and bool(choice))
-        tools = functions if is_demanded and functions else [*functions, *outputs]
+        tools = [*functions, *outputs]
         if tools:
             is_free = parameters.allow_text_output and not is_demanded
             options["tools"] = [_tool_of(tool) for tool in tools]

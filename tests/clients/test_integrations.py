@@ -338,12 +338,18 @@ def test_pydantic_ai_keeps_to_the_settings_of_a_run() -> None:
         engine_prompts.clear()
         await agent.run("Hi", model_settings={"tool_choice": "none"})
         assert "picture" not in engine_prompts[-1]
-        for choice, has in ((["picture"], True), (["another"], False), ("auto", True)):
+        for choice, has in (
+            ("auto", True),
+            (ToolOrOutput(function_tools=["picture"]), True),
+            (ToolOrOutput(function_tools=["another"]), False),
+        ):
             await agent.run("Hi", model_settings={"tool_choice": choice})
             assert ("picture" in engine_prompts[-1]) is has
-        allowed = ToolOrOutput(function_tools=["another"])
-        await agent.run("Hi", model_settings={"tool_choice": allowed})
-        assert "picture" not in engine_prompts[-1]
+        structured = pydantic_ai.Agent(CllmModel(engine), output_type=pydantic_ai.ToolOutput(City))
+        structured.tool_plain(get_weather)
+        named = await structured.run("JSON", model_settings={"tool_choice": ["final_result"]})
+        assert named.output == City(name="Paris")
+        assert "get_weather" not in engine_prompts[-1]
         with pytest.raises(DeadlineError):
             await agent.run("Hi", model_settings={"timeout": 0.0})
         with pytest.raises(InvalidRequestError, match="logit_bias"):
