@@ -36,7 +36,7 @@ from cllm.cli.option_sources import config_file
 from cllm.cli.texts import decoded
 from cllm.engine.config import AUTO, LoraSetting
 from cllm.errors import InvalidRequestError
-from cllm.hub.download import find_model
+from cllm.hub.download import find_model, find_projector
 from cllm.hub.names import PREFIX, is_name
 from cllm.server.config import ServerConfig
 from cllm.settings import Setting, descriptions, settings_of
@@ -168,6 +168,9 @@ class EngineFlags(Flags):
         given.pop("model", None)
         if model is not None:
             given["model"] = model
+        if given.get("mmproj") == AUTO and is_name(named := given.get("model")):
+            given["model"] = model_file(named)
+            given["mmproj"] = find_projector(named)  # of the repository: the file is not beside it
         for name in ("model", "speculation", "embedding_model"):
             value = given.get(name)
             # A word such as "ngram" is a kind of speculation.

@@ -14,6 +14,7 @@ from cllm.hub.cache import (
     cache_directory,
     cached_models,
     incomplete_files,
+    remove_incomplete,
     remove_model,
 )
 from cllm.hub.download import check_library, pull_model
@@ -47,8 +48,11 @@ def models(
         for model in chosen:
             print(f"removed {model.name}: {decimal(remove_model(model))}", file=sys.stderr)
     for path in incomplete_files() if prune else []:
-        print(f"removed a part of {decimal(path.stat().st_size)}", file=sys.stderr)
-        path.unlink()
+        n_bytes = remove_incomplete(path)
+        told = "kept a part that is being downloaded"
+        if n_bytes is not None:
+            told = f"removed a part of {decimal(n_bytes)}"
+        print(told, file=sys.stderr)
     if not (remove or prune):
         _show(known)
     return 0

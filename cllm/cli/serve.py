@@ -80,9 +80,10 @@ def serve(
         check_certificate(config)
         try:
             listener = listen(config)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a label of a name may be too long
             where = config.uds or f"{config.host}:{config.port}"
-            raise CllmError(f"cannot listen on {where}: {error.strerror or error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise CllmError(f"cannot listen on {where}: {reason}") from None
         with listener:
             if config.is_open_to_the_network:
                 _warn(

@@ -48,20 +48,16 @@ def repo_directory(repo: str) -> Path:
 
 
 def cached_files(name: ModelName, choose: Choose = choose_files) -> list[Path] | None:
-    """Return the files of a model; None if they are not all in its snapshot of the main branch.
+    """Return the files of a model; None if no snapshot has them all.
 
-    `choose` returns them among the files of the snapshot.
-
-    Without such a snapshot the newest one is used.  A name without a quantization takes Q4_K_M if the
-    snapshot has it, otherwise any: the hub is not queried.
+    The snapshot of the main branch comes first, then the newest ones: a new commit does not hide models that
+    are here.  `choose` returns the files among those of a snapshot.  A name without a quantization takes
+    Q4_K_M if the snapshot has it, otherwise any: the hub is not queried.
     """
-    snapshot = _newest_snapshot(repo_directory(name.repo))
-    if snapshot is None:
-        return None
-    try:
-        return [snapshot / file for file in choose(name, _files_of(snapshot))]
-    except FileNotFoundError:
-        return None
+    for snapshot in _snapshots(repo_directory(name.repo)):
+        with suppress(FileNotFoundError):
+            return [snapshot / file for file in choose(name, _files_of(snapshot))]
+    return None
 
 
 def cached_models() -> list[CachedModel]:
@@ -72,6 +68,28 @@ def cached_models() -> list[CachedModel]:
 def incomplete_files() -> list[Path]:
     """Return the files of unfinished downloads."""
     return sorted(cache_directory().glob(f"{REPO}*/blobs/*{INCOMPLETE}"))
+
+
+def remove_incomplete(path: Path) -> int | None:
+    """Remove the file of an unfinished download, and return its size; None if a download is writing it."""
+    try:
+        import filelock
+    except ModuleNotFoundError:  # cllm cannot download without it
+        return _removed(path)
+    lock = Path(f"{path}.lock")
+    try:
+        with filelock.FileLock(lock, timeout=0):
+            n_bytes = _removed(path)
+            lock.unlink(missing_ok=True)
+    except filelock.Timeout:
+        return None
+    return n_bytes
+
+
+def _removed(path: Path) -> int:
+    n_bytes = path.stat().st_size
+    path.unlink()
+    return n_bytes
 
 
 def remove_model(model: CachedModel) -> int:
@@ -93,22 +111,26 @@ def remove_model(model: CachedModel) -> int:
 def _cached_models() -> Iterator[CachedModel]:
     for directory in cache_directory().glob(f"{REPO}*--*"):
         user, _, name = directory.name.removeprefix(REPO).partition("--")
-        if (snapshot := _newest_snapshot(directory)) is None:
-            continue
-        present = _files_of(snapshot)
-        for files in models_of(present).values():
-            paths = [snapshot / file for file in files]
-            model = name_of(f"{user}/{name}", files, present)
-            yield CachedModel(model, paths, sum(path.stat().st_size for path in paths))
+        known: set[ModelName] = set()  # in a newer snapshot
+        for snapshot in _snapshots(directory):
+            present = _files_of(snapshot)
+            for files in models_of(present).values():
+                paths = [snapshot / file for file in files]
+                model = name_of(f"{user}/{name}", files, present)
+                if model not in known:
+                    known.add(model)
+                    yield CachedModel(model, paths, sum(path.stat().st_size for path in paths))
 
 
-def _newest_snapshot(directory: Path) -> Path | None:
-    """Return the snapshot of the main branch, otherwise the newest one."""
-    snapshots = sorted(directory.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
-    with suppress(OSError):
+def _snapshots(directory: Path) -> list[Path]:
+    """Return the snapshots of a repository: that of the main branch, then the newest ones."""
+    snapshots = [path for path in directory.glob("snapshots/*") if path.is_dir()]
+    main = ""
+    with suppress(OSError, ValueError):
         main = (directory / "refs" / "main").read_text().strip()
-        snapshots += [path for path in snapshots if path.name == main]
-    return snapshots[-1] if snapshots else None
+    return sorted(
+        snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True
+    )
 
 
 def _files_of(snapshot: Path) -> list[str]:

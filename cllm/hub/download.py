@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from cllm.hub.names import Choose, ModelName, choose_files, choose_projector, pa
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 GIB = 1 << 30
+LIST_S = 20.0  # seconds for each step of the request for the list of files
 MAX_FILE_BYTES = 50 * 10**9  # of one download by huggingface_hub; larger models come in parts
 _SHA256, _COMMIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 
@@ -194,9 +196,9 @@ def _files_of(model: ModelName, choose: Choose) -> list[_File]:
     import huggingface_hub
 
     try:
-        info = huggingface_hub.HfApi().model_info(model.repo, files_metadata=True)
+        info = huggingface_hub.HfApi().model_info(model.repo, files_metadata=True, timeout=LIST_S)
         known = {str(file.rfilename): file for file in info.siblings or ()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = f"the hub's answer cannot be read ({type(error).__name__}: {error})"
         raise DownloadError(str(model), reason) from error
     return [_checked(info.sha, known[path]) for path in choose(model, known)]
@@ -230,7 +232,7 @@ def _check_space(model: ModelName, files: list[_File]) -> None:
     n_missing = sum(
         file.n_bytes - _size(directory / f"{file.sha256}{INCOMPLETE}")
         for file in files
-        if not (directory / file.sha256).exists()
+        if not _is_whole(directory / file.sha256, file)
     )
     n_free = shutil.disk_usage(directory).free
     if n_missing > n_free:
@@ -246,7 +248,7 @@ def _download(model: ModelName, file: _File, check: Callable[[int], None]) -> Pa
     part = blob.with_name(f"{blob.name}{INCOMPLETE}")
     with filelock.FileLock(f"{part}.lock"):  # a second caller waits
         check(0)  # it may have been cancelled meanwhile
-        if not blob.exists():
+        if not _is_whole(blob, file):
             _fetch(model, file, part, check)
             check(0)  # it may have been cancelled meanwhile
             part.replace(blob)
@@ -256,6 +258,11 @@ def _download(model: ModelName, file: _File, check: Callable[[int], None]) -> Pa
     _put(path, partial(_link, blob, f"{up}blobs/{file.sha256}"))
     _put(directory / "refs" / "main", lambda new: new.write_text(file.commit))
     return path
+
+
+def _is_whole(blob: Path, file: _File) -> bool:
+    """True if a file is here; one of another size was cut off, for example when the power failed."""
+    return _size(blob) == file.n_bytes
 
 
 def _link(blob: Path, relative: str, new: Path) -> None:
@@ -296,6 +303,7 @@ def _fetch(model: ModelName, file: _File, part: Path, check: Callable[[int], Non
 
     if _size(part) > file.n_bytes:
         part.unlink()
+    n_before = _size(part)
     try:
         with _Checked(part, check) as output:
             file_download.http_get(
@@ -306,10 +314,22 @@ def _fetch(model: ModelName, file: _File, part: Path, check: Callable[[int], Non
                 expected_size=file.n_bytes,
                 displayed_filename=file.path,
             )
+            output.flush()
+            os.fsync(output.fileno())
     except OSError as error:
         if error.errno == errno.ENOSPC:  # it would keep the disk full
             part.unlink()
+        if error.errno is None and (n_bytes := _size(part)) != file.n_bytes:
+            # A whole answer of another length: the page of a gateway, not the beginning of the file.
+            os.truncate(part, min(n_before, n_bytes))
+            reason = (
+                f"the hub sent {n_bytes} bytes of {file.path}, which has {file.n_bytes}; ask again"
+            )
+            raise DownloadError(str(model), reason) from None
         raise
+    except ValueError as error:
+        reason = f"the hub's answer cannot be read ({type(error).__name__}: {error})"
+        raise DownloadError(str(model), reason) from None
     with part.open("rb") as whole:
         found = hashlib.file_digest(whole, "sha256").hexdigest()
     if found != file.sha256:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeGuard
@@ -21,6 +22,7 @@ _QUANT = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d(?:_\w+)?|TQ\d_\d|BF16|F16|F32|MXFP4(?:_\w+)?)(?![A-Za-z0-9])",
     re.ASCII | re.IGNORECASE,
 )
+N_TOLD = 20  # names in a message
 PROJECTOR = "mmproj"  # beginning of a projector's file name
 _NO_MODELS = (PROJECTOR, "imatrix")
 # The preferred types of projectors: all CPUs and GPUs compute F16 fast.
@@ -139,9 +141,12 @@ def _projector_rank(file: str) -> tuple[int, int, str]:
 
 def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
     """Return the name of a model: with its quantization if that selects it among `files`, or with its file."""
-    quants = _QUANT.findall(model[0])[-1:]
-    if quants and choose_files(by_quant := ModelName(repo, quants[0]), files) == model:
-        return by_quant
+    files = list(files)
+    for quant in _QUANT.findall(model[0])[-1:]:
+        by_quant = ModelName(repo, quant)
+        with suppress(FileNotFoundError):
+            if choose_files(by_quant, files) == model:
+                return by_quant
     return ModelName(repo, file=model[0])
 
 
@@ -154,19 +159,26 @@ def models_of(files: Iterable[str]) -> dict[str, list[str]]:
 
 def _complete(files: Iterable[str]) -> dict[str, list[str]]:
     """Return the parts of each GGUF file that has all of them, by name without a part number."""
-    parts: dict[str, list[str]] = defaultdict(list)
-    n_parts: dict[str, int] = {}
+    whole: dict[str, list[str]] = {}
+    parts: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     for file in sorted(files):
         if PurePosixPath(file).suffix != ".gguf":
             continue
-        model = _PART.sub(".gguf", file)
-        found = _PART.search(file)
-        parts[model].append(file)
-        n_parts[model] = int(found[2]) if found else 1
-    return {model: found for model, found in parts.items() if len(found) == n_parts[model]}
+        if (found := _PART.search(file)) is None:
+            whole[file] = [file]
+        else:
+            parts[_PART.sub(".gguf", file), int(found[2])][int(found[1])] = file
+    for (model, n_parts), found_parts in sorted(parts.items()):
+        if list(found_parts) == [*range(1, n_parts + 1)]:
+            chosen = [*found_parts.values()]
+            # Beside a whole file, or beside other parts, of this name.
+            whole[chosen[0] if model in whole else model] = chosen
+    return whole
 
 
 def _has_quant(path: str, quant: str) -> bool:
+    if quant.upper() in (found.upper() for found in _QUANT.findall(path)):
+        return True  # an underscore may be before it
     return (
         re.search(rf"(?<![A-Za-z0-9_]){re.escape(quant)}(?![A-Za-z0-9_])", path, re.I) is not None
     )
@@ -176,4 +188,6 @@ def _described(models: dict[str, list[str]]) -> str:
     if not models:
         return "and no other GGUF model"
     quants = sorted({quant for path in models for quant in _QUANT.findall(path)[-1:]})
-    return f"but {', '.join(quants or models)}"
+    names = quants or [name if name.isprintable() else repr(name) for name in models]
+    more = f" and {len(names) - N_TOLD} others" if len(names) > N_TOLD else ""
+    return f"but {', '.join(names[:N_TOLD])}{more}"

@@ -104,12 +104,14 @@ class PooledModel:
         Problem
             503: the model cannot be loaded; the message has the reason.
         """
-        if self.freed is not None:  # its last engine is still being freed
+        if self.freed is not None and self._is_leaving:  # its last engine is still being freed
             await self.freed.wait()
-        self.task.renew()
-        self.task.has_begun, self._is_leaving = True, False
-        freed = self.freed = anyio.Event()
-        tasks.start_soon(self._run, freed)
+        if (freed := self.freed) is None:
+            self.task.renew()
+            self.task.has_begun, self._is_leaving = True, False
+            freed = self.freed = anyio.Event()
+            tasks.start_soon(self._run, freed)
+        # Otherwise a call that was cancelled has begun to load it.
         await self.task.load_ended.wait()
         if (failure := self.app.state.server.failure) is not None:
             await freed.wait()

@@ -118,3 +118,11 @@ def test_a_file_and_a_name_are_one_too_many(hub: FakeHub) -> None:
     done = run_cllm_apart("generate", "-m", str(EMBEDDED_MODEL), "-hf", REPO, "x")
     assert done.returncode == 2
     assert done.stderr.endswith("give -m or -hf, not both\n")
+
+
+def test_the_projector_of_a_repository_is_downloaded_with_the_model(hub: FakeHub) -> None:
+    hub.files["mmproj-F16.gguf"] = b"no projector"
+    done = run_cllm_apart("generate", "-m", NAME, "--mmproj", "auto", "1+1=")
+    assert done.returncode == 1
+    assert "mmproj-F16.gguf" in done.stderr
+    assert hub.n_sent["mmproj-F16.gguf"] == len(b"no projector")

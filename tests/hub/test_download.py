@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import errno
 import shutil
+import socket
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants, file_download, scan_cache_dir, try_to_load_from_cache
 
 from cllm.errors import DownloadError
-from cllm.hub.cache import cached_files, cached_models, incomplete_files, remove_model
+from cllm.hub.cache import (
+    cached_files,
+    cached_models,
+    incomplete_files,
+    remove_incomplete,
+    remove_model,
+)
 from cllm.hub.download import find_model, pull_model
 from cllm.hub.names import ModelName
 from tests.hub.conftest import FILES
@@ -278,3 +286,81 @@ def test_models_are_listed_and_removed_with_what_they_take(hub: FakeHub, cache: 
     assert in_cache(cache) == [sha256_of(FILES[FILE])]
     assert cached_files(TWO) is None
     assert find_model(str(ONE)).read_bytes() == FILES[FILE]
+
+
+def test_a_new_commit_hides_no_model_that_is_here(hub: FakeHub) -> None:
+    (old,) = pull_model(ONE)
+    hub.files["another-F16.gguf"] = b"new"
+    first, *_ = pull_model(TWO)
+    assert old.parent != first.parent
+    assert [model.name for model in cached_models()] == [ONE, TWO]
+    hub.statuses = [(500, "")] * 9
+    assert find_model(str(ONE)) == old
+    assert [remove_model(model) > 0 for model in cached_models()] == [True, True]
+    assert cached_models() == []
+
+
+def test_an_update_that_ends_early_keeps_the_model_that_is_here(hub: FakeHub) -> None:
+    before = pull_model(TWO)
+    hub.files[before[0].name] = b"newer first part"
+    hub.files[before[1].name] = b"newer second part"
+    hub.sent[before[1].name] = b"damaged second part."
+    with pytest.raises(DownloadError):
+        pull_model(TWO)
+    assert cached_files(TWO) == before
+
+
+def test_a_file_that_was_cut_off_in_the_cache_is_downloaded_again(
+    hub: FakeHub, cache: Path
+) -> None:
+    (path,) = pull_model(ONE)
+    path.resolve().write_bytes(FILES[FILE][:10])
+    assert pull_model(ONE) == [path]
+    assert path.read_bytes() == FILES[FILE]
+    assert in_cache(cache) == [sha256_of(FILES[FILE])]
+
+
+def test_the_page_of_a_gateway_becomes_no_part_of_a_file(hub: FakeHub) -> None:
+    hub.cut_after = [300_000]
+    hub.statuses = []
+    hub.sent[FILE] = b"<html>Please log in"
+    with pytest.raises(DownloadError, match=r"the hub sent 19 bytes of model-Q4_K_M\.gguf"):
+        pull_model(ONE)
+    hub.sent.clear()
+    hub.cut_after.clear()
+    hub.n_sent.clear()
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+    assert hub.n_sent[FILE] == N_BYTES
+
+
+def test_a_hub_that_does_not_answer_is_an_error_in_time(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cllm.hub.download.LIST_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts connections
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(DownloadError, match="cannot be reached"):
+            pull_model(ONE)
+    huggingface_hub.close_session()
+
+
+def test_a_part_that_is_being_downloaded_is_not_removed(hub: FakeHub) -> None:
+    hub.stops_after = 300_000
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(pull_model, ONE)
+        assert hub.has_stopped.wait(60)
+        (part,) = incomplete_files()
+        assert remove_incomplete(part) is None
+        hub.stops_after = None
+        hub.goes_on.set()
+        (path,) = done.result(60)
+    assert path.read_bytes() == FILES[FILE]
+
+
+def test_what_others_leave_in_the_cache_hides_no_model(hub: FakeHub, cache: Path) -> None:
+    pull_model(ONE)
+    (directory,) = cache.glob("models--*")
+    (directory / "refs" / "main").write_bytes(b"\xff\xfe")
+    (directory / "snapshots" / "dangling").symlink_to("nowhere")
+    assert [model.name for model in cached_models()] == [ONE]

@@ -142,3 +142,33 @@ def test_each_model_has_a_name_that_means_its_files() -> None:
     files = [*FILES, "n-Q4_K_M.gguf"]
     for model in models_of(files).values():
         assert choose_files(name_of("a/b", model, files), files) == model
+
+
+def test_an_underscore_may_be_before_a_quantization() -> None:
+    files = ["model_Q4_K_M.gguf", "model_Q8_0.gguf"]
+    for quant, file in (("Q8_0", files[1]), ("q4_k_m", files[0]), (None, files[0])):
+        assert choose_files(ModelName("a/b", quant), files) == [file]
+    assert name_of("a/b", [files[1]], files) == ModelName("a/b", "Q8_0")
+    with pytest.raises(FileNotFoundError):
+        choose_files(ModelName("a/b", "K_M"), files)
+
+
+def test_a_split_model_may_be_beside_a_whole_one_and_beside_others() -> None:
+    parts = {n: [f"m-Q4_K_M-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)] for n in (2, 3)}
+    files = ["m-Q4_K_M.gguf", *parts[2], *parts[3]]
+    assert choose_files(ModelName("a/b"), files) == files[:1]
+    for n in (2, 3):
+        assert choose_files(ModelName("a/b", file=parts[n][-1]), files) == parts[n]
+        assert choose_files(ModelName("a/b", "Q4_K_M"), parts[n]) == parts[n]
+    assert len(models_of(files)) == 3
+    for wrong in ([parts[3][0], parts[2][1]], [parts[2][0], parts[3][2]], parts[3][:2]):
+        assert models_of(wrong) == {}
+
+
+def test_the_names_of_a_message_are_printable_and_few() -> None:
+    files = [f"evil\x1b]0;pwned\x07{i}.gguf" for i in range(500)]
+    with pytest.raises(FileNotFoundError) as error:
+        choose_files(ModelName("a/b", "Q8_0"), files)
+    assert str(error.value).isprintable()
+    assert str(error.value).endswith(" and 480 others")
+    assert len(str(error.value)) < 1500

@@ -151,6 +151,18 @@ def test_tokens_a_minute_are_counted_at_the_end_without_cached_ones(file: Path) 
     assert refusal(ring, b"b") is None
 
 
+def test_a_change_of_another_setting_keeps_what_a_key_has_used(file: Path) -> None:
+    clock = Clock()
+    ring = KeyRing(str(file), clock)
+    assert [refusal(ring, b"a") for _ in range(3)] == [None] * 3
+    file.write_text(KEYS.replace("priority = 5", "priority = 55"))
+    clock.now += 1.5
+    assert refusal(ring, b"a") is not None
+    file.write_text(KEYS.replace("requests_per_minute = 3", "requests_per_minute = 4"))
+    clock.now += 1.5
+    assert [refusal(ring, b"a") is None for _ in range(5)] == [True, True, True, True, False]
+
+
 def test_requests_at_once_are_limited(file: Path) -> None:
     ring = KeyRing(str(file), Clock())
     bob = ring.find(b"b")

@@ -29,6 +29,7 @@ class Loads:
         self.refusals: dict[str, Exception] = {}  # of loading
         self.too_large: set[str] = set()  # beside any other
         self.too_large_for_gpus: set[str] = set()  # beside any other, with all layers
+        self.opening: anyio.Event | None = None  # which loading waits for
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -38,6 +39,8 @@ class Loads:
         class Named(FakeEngine):
             async def __aenter__(self) -> Any:
                 loads.names.append(name)
+                if loads.opening is not None:
+                    await loads.opening.wait()
                 if error := loads.refusals.get(name):
                     raise error
                 return await super().__aenter__()
@@ -110,6 +113,29 @@ async def test_a_request_goes_to_the_model_that_it_names_which_is_loaded_for_it(
         assert (await client.get("/v1/models/b")).json()["max_model_len"] == 2048
         assert (await client.get("/slots", params={"model": "b"})).status_code == 200
         assert (await ask(client, "a")).json()["model"] == "a"
+
+
+async def test_a_request_that_is_cancelled_while_its_model_loads_blocks_no_other(
+    loads: Loads,
+) -> None:
+    loads.opening = anyio.Event()
+
+    async def has_begun() -> bool:
+        return loads.names == ["a"]
+
+    async with serving(loads, "a", "b") as client:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(said, client, "a")
+            await until(has_begun)
+            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            with anyio.fail_after(60):
+                for name in "aba":
+                    tasks.start_soon(said, client, name)
+                await anyio.sleep(0)
+                loads.opening.set()
+                assert await said(client, "b") == "b"
+    assert loads.names == ["a", "b"]
 
 
 async def test_those_who_ask_at_once_have_it_loaded_once(loads: Loads) -> None:

@@ -109,13 +109,17 @@ class ApiKey:
         self.n_prompt = self.n_cached = self.n_output = 0
         self._n_open = 0
         self._clock = clock
-        self.set_limits(limits)
+        self.limits: KeyLimits = limits
+        self._requests = Allowance(limits.requests_per_minute, clock)
+        self._tokens = Allowance(limits.tokens_per_minute, clock)
 
     def set_limits(self, limits: KeyLimits) -> None:
         """Replace the limits; a changed rate begins with a whole minute's units."""
-        self.limits: KeyLimits = limits
-        self._requests = Allowance(limits.requests_per_minute, self._clock)
-        self._tokens = Allowance(limits.tokens_per_minute, self._clock)
+        before, self.limits = self.limits, limits
+        if limits.requests_per_minute != before.requests_per_minute:
+            self._requests = Allowance(limits.requests_per_minute, self._clock)
+        if limits.tokens_per_minute != before.tokens_per_minute:
+            self._tokens = Allowance(limits.tokens_per_minute, self._clock)
 
     @contextmanager
     def admitted(self, access: Access | None) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from cllm.hub.names import PREFIX, ModelName, is_name, parse_name
 from cllm.server.http.problems import Problem, invalid, shutting_down
 
 logger: logging.Logger = logging.getLogger("cllm.server")
+_COMMIT = re.compile("/snapshots/[0-9a-f]{40}/")
 
 PAUSE_S = 0.2  # between two reports
 # Beginnings of names of the hub, as Ollama's users write them.
@@ -178,8 +180,14 @@ def is_same_model(name: str, configured: str | Path | None) -> bool:
         return name == str(configured)
     with suppress(CllmError):
         files = cached_files(parse_name(name)) or []
-        return str(configured) in (name, *map(str, files[:1]))
+        same = {_without_commit(path) for path in (*files[:1], Path(str(configured)))}
+        return str(configured) == name or (bool(files) and len(same) == 1)
     return False
+
+
+def _without_commit(path: Path) -> str:
+    """Return the path of a file of the cache, the same for all versions of the file."""
+    return _COMMIT.sub("/snapshots/*/", path.as_posix())
 
 
 def _model_of(name: str) -> ModelName:
