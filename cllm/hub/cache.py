@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cllm.hub.names import Choose, ModelName, choose_files, models_of, name_of
+from cllm.hub.names import Choose, ModelName, choose_files, choose_projector, models_of, name_of
 
 REPO = "models--"  # beginning of a repository's directory: `models--user--name`
 INCOMPLETE = ".incomplete"
@@ -60,6 +60,16 @@ def cached_files(name: ModelName, choose: Choose = choose_files) -> list[Path] |
     return None
 
 
+def cached_projector(name: ModelName) -> Path | None:
+    """Return the projector of a model; None if no snapshot has it.  It may be in a newer one than the model."""
+    snapshots = _snapshots(repo_directory(name.repo))
+    files = {file: snapshot for snapshot in reversed(snapshots) for file in _files_of(snapshot)}
+    with suppress(FileNotFoundError):
+        for file in choose_projector(name, files):
+            return files[file] / file
+    return None
+
+
 def cached_models() -> list[CachedModel]:
     """Return all complete models of the cache, sorted by name."""
     return sorted(_cached_models(), key=lambda model: str(model.name))
@@ -87,18 +97,23 @@ def remove_incomplete(path: Path) -> int | None:
 
 
 def _removed(path: Path) -> int:
-    n_bytes = path.stat().st_size
-    path.unlink()
+    n_bytes = 0
+    with suppress(FileNotFoundError):  # the download has ended meanwhile
+        n_bytes = path.stat().st_size
+        path.unlink()
     return n_bytes
 
 
 def remove_model(model: CachedModel) -> int:
     """Remove a model from the cache, and return the number of bytes freed.
 
-    Other snapshots lose the files that they share with it.
+    All snapshots lose its files, and those that they share with it.
     """
     directory = repo_directory(model.name.repo)
-    blobs = {path.resolve() for path in model.paths}
+    snapshot = next(path for path in model.paths[0].parents if path.parent.name == "snapshots")
+    names = [path.relative_to(snapshot) for path in model.paths]
+    versions = [each / name for each in _snapshots(directory) for name in names]
+    blobs = {path.resolve() for path in versions if path.exists()}
     for pointer in list(directory.glob("snapshots/*/**/*.gguf")):
         if pointer.resolve() in blobs:
             pointer.unlink()

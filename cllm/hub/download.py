@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from cllm.errors import DownloadError, InvalidArgumentError
-from cllm.hub.cache import INCOMPLETE, cached_files, repo_directory
+from cllm.hub.cache import INCOMPLETE, cached_files, cached_projector, repo_directory
 from cllm.hub.names import Choose, ModelName, choose_files, choose_projector, parse_name
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
@@ -72,8 +72,8 @@ def find_projector(name: str) -> Path | None:
     """
     model = parse_name(name)
     check_library(name)
-    if cached := cached_files(model, choose_projector):
-        return cached[0]
+    if (cached := cached_projector(model)) is not None:
+        return cached
     try:
         with _download_errors(model):
             listed = _files_of(model, choose_projector)
@@ -156,7 +156,7 @@ class Download:
         for file in self._files:
             # In this order: a part gets the name of the whole file when it is complete.
             n_part = _size(directory / f"{file.sha256}{INCOMPLETE}")
-            n_here += _size(directory / file.sha256) or n_part
+            n_here += file.n_bytes if _is_whole(directory / file.sha256, file) else n_part
         return n_here
 
 

@@ -150,11 +150,11 @@ class CllmModel(Model):
         choice = (settings or {}).get("tool_choice")
         functions, outputs = parameters.function_tools, parameters.output_tools
         names = getattr(choice, "function_tools", choice)  # of a `ToolOrOutput`
-        if choice == "none":
+        if choice in ("none", []):
             functions = []
         elif isinstance(names, list):
             functions = [tool for tool in functions if tool.name in names]
-        if isinstance(choice, list):
+        if isinstance(choice, list) and choice:
             outputs = [tool for tool in outputs if tool.name in choice]
         is_demanded = choice == "required" or (isinstance(choice, list) and bool(choice))
         tools = [*functions, *outputs]

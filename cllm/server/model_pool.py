@@ -104,14 +104,12 @@ class PooledModel:
         Problem
             503: the model cannot be loaded; the message has the reason.
         """
-        if self.freed is not None and self._is_leaving:  # its last engine is still being freed
+        if self.freed is not None:  # its last engine is still being freed
             await self.freed.wait()
-        if (freed := self.freed) is None:
-            self.task.renew()
-            self.task.has_begun, self._is_leaving = True, False
-            freed = self.freed = anyio.Event()
-            tasks.start_soon(self._run, freed)
-        # Otherwise a call that was cancelled has begun to load it.
+        self.task.renew()
+        self.task.has_begun, self._is_leaving = True, False
+        freed = self.freed = anyio.Event()
+        tasks.start_soon(self._run, freed)
         await self.task.load_ended.wait()
         if (failure := self.app.state.server.failure) is not None:
             await freed.wait()
@@ -250,7 +248,9 @@ class ModelPool:
             await oldest.free()
         if self._tasks is None:
             raise unavailable("the server is shutting down")
-        await model.load(self._tasks)
+        # A request that is cancelled meanwhile would leave a model that is neither loaded nor free.
+        with anyio.CancelScope(shield=True):
+            await model.load(self._tasks)
 
     async def _refusal(self, model: PooledModel) -> str | None:
         """Return why a model cannot be loaded beside the loaded ones; None if it can."""

@@ -22,7 +22,7 @@ from cllm.hub.cache import (
     remove_incomplete,
     remove_model,
 )
-from cllm.hub.download import find_model, pull_model
+from cllm.hub.download import find_model, find_projector, pull_model
 from cllm.hub.names import ModelName
 from tests.hub.conftest import FILES
 from tests.hub.fake_hub import REPO, FakeHub, sha256_of
@@ -298,6 +298,27 @@ def test_a_new_commit_hides_no_model_that_is_here(hub: FakeHub) -> None:
     assert find_model(str(ONE)) == old
     assert [remove_model(model) > 0 for model in cached_models()] == [True, True]
     assert cached_models() == []
+
+
+def test_a_projector_of_a_newer_version_is_found_without_the_hub(hub: FakeHub) -> None:
+    pull_model(ONE)
+    hub.files["mmproj-F16.gguf"] = b"projector"
+    found = find_projector(str(ONE))
+    assert found is not None
+    hub.asked.clear()
+    assert find_projector(str(ONE)) == found
+    assert hub.asked == []
+
+
+def test_a_model_is_removed_with_its_older_versions(hub: FakeHub, cache: Path) -> None:
+    pull_model(ONE)
+    hub.files[FILE] = b"newer" * 1000
+    pull_model(ONE)
+    (model,) = cached_models()
+    assert model.n_bytes == 5000
+    assert remove_model(model) == N_BYTES + 5000
+    assert cached_models() == []
+    assert in_cache(cache) == []
 
 
 def test_an_update_that_ends_early_keeps_the_model_that_is_here(hub: FakeHub) -> None:

@@ -45,16 +45,19 @@ class Ban:
         """
         kept, rest = [*self.kept], [*self.rest]
 
-        def is_forced() -> bool:
-            return n_before + sum(len(delta.token_ids) for delta in kept) in forced
+        def is_free() -> bool:
+            n = n_before + sum(len(delta.token_ids) for delta in kept)
+            return n not in forced and bool(rest[0].token_ids)
 
-        while is_forced() and len(rest) > 1:
+        while not is_free() and len(rest) > 1:
             kept.append(rest.pop(0))
-            while not kept[-1].text and len(rest) > 1:  # its text is in the next one
+            while not kept[-1].text and len(rest) > 1:  # the text of a token is in a later delta
                 kept.append(rest.pop(0))
-        while is_forced() and kept and kept[-1].token_ids:
+        if not is_free():
+            kept = [*self.kept]
+        while not is_free() and kept and kept[-1].token_ids:
             rest = [kept.pop()]
-        return None if is_forced() or not rest[0].token_ids else Ban(tuple(kept), tuple(rest))
+        return Ban(tuple(kept), tuple(rest)) if is_free() else None
 
 
 class BannedStrings:

@@ -100,6 +100,7 @@ class Dispatcher:
         self._questions: dict[int, PendingCall[Any]] = {}
         self._n_questions = 0
         self.model: ModelInfo | None = None
+        self._end: ClosedError | EngineFailedError | None = None
         self.answered: anyio.Event = anyio.Event()
         self.stopped: anyio.Event = anyio.Event()
         self.ended: anyio.Event = anyio.Event()
@@ -136,15 +137,15 @@ class Dispatcher:
 
         Raises
         ------
-        ClosedError
-            The engine was closed meanwhile.
+        ClosedError, EngineFailedError
+            The engine has ended meanwhile.
         """
         while any(
             lora in c.request.lora.names for c in (*self._channels.values(), *self._kept.values())
         ):
             await self._gate.wait_left()
-        if self.stopped.is_set():
-            raise ClosedError("the engine was closed")
+        if self._end is not None:
+            raise self._end
 
     def channel(
         self, call: RequestCall, request: GenerationRequest, capacity: int, **options: Any
@@ -245,6 +246,7 @@ class Dispatcher:
         if error is not None:
             ended = EngineFailedError(f"the engine has stopped: {error!r}")
             ended.__cause__ = error
+        self._end = ended
         for channel in self._channels.values():
             channel.fail(ended)
         for waiting in self._embeddings.values():

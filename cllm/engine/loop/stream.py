@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import anyio
 import anyio.lowlevel
@@ -87,9 +87,11 @@ class TokenStream:
         self._banned = BannedStrings(strings) if strings else None
         self._excluded: dict[int, set[int]] = {}  # by the number of tokens before
         self._forced: set[int] = set()  # numbers of tokens before which no other token is allowed
-        self._rest: tuple[
-            TokenDelta, ...
-        ] = ()  # of the last banned string, from the excluded token on
+        # Deltas of the last banned string, from the excluded token on.
+        self._rest: tuple[TokenDelta, ...] = ()
+        self._failure: GenerationError | None = (
+            None  # no request has it: banned strings leave no token
+        )
 
     async def __aenter__(self) -> Self:
         await self._submit()
@@ -113,6 +115,8 @@ class TokenStream:
             if self._has_ended:
                 raise StopAsyncIteration
             raise ClosedError("the stream was closed before its end")
+        if self._failure is not None:
+            raise self._failure
         channel = await self._submit()
         try:
             delta = await (channel.next() if self._banned is None else self._allowed())
@@ -150,6 +154,8 @@ class TokenStream:
         if not self._is_closed:
             async for _ in self:
                 pass
+        if self._failure is not None:
+            raise self._failure
         channel = self._present
         if channel.error is not None:
             raise channel.error
@@ -315,6 +321,7 @@ class TokenStream:
         seed = self._present.call.seed
         next_seed = 0 if seed is None else (seed + 1) % (MAX_SEED + 1)
         await self._go_on_from(position[:-n_tokens], seed=next_seed)
+        self._forget_places()
 
     async def inject(self, text: str | Sequence[int]) -> None:
         """Append a text, or tokens, to the output as if the model had written them.
@@ -340,6 +347,7 @@ class TokenStream:
         if not tokens:
             raise InvalidRequestError("text", text, "at least one token")
         await self._go_on_from(self._position + tokens)
+        self._forget_places()
 
     @property
     def _position(self) -> tuple[int, ...]:
@@ -385,7 +393,7 @@ class TokenStream:
                 self._adopt(await self._opener.reopen(channel, call, continuation))
         finally:
             self._is_continuing = False
-        self._read_ids, self._read_logprobs = [], []
+        self._read_ids, self._read_logprobs, self._failure = [], [], None
         self._is_closed = self._has_ended = False
         if self._banned is not None:
             self._banned = BannedStrings(call.params.banned_strings)
@@ -455,17 +463,11 @@ class TokenStream:
         GenerationError
             No other token is possible, or the reader already has those that could be another.
         """
-        channel = self._present
         placed = ban.placed(len(self._position), self._forced)
         if placed is None:
             limit = "other strings: no other token is left where one of them begins"
-            strings = channel.call.params.banned_strings
-            reason = InvalidRequestError("banned_strings", strings, limit)
-            error = GenerationError.of(self.request_id, reason)
-            channel.cancel()
-            error.completion = channel.completion
-            channel.error = error  # of every later step, too
-            raise error
+            strings = self._present.call.params.banned_strings
+            self._fail(InvalidRequestError("banned_strings", strings, limit))
         kept, self._rest = placed.kept, placed.rest
         token = self._rest[0].token_ids[0]
         n_before = len(self._position) + sum(len(delta.token_ids) for delta in kept)
@@ -476,15 +478,26 @@ class TokenStream:
             kept, token, self._rest = tuple(before), last.token_ids[0], (last,)
             n_before -= len(last.token_ids)
         elif n_tried >= MAX_TRIES:
-            self._present.cancel()
-            cause = ValueError(f"{n_tried} tokens in one place begin a banned string")
-            raise GenerationError.of(self.request_id, cause)
+            self._fail(ValueError(f"{n_tried} tokens in one place begin a banned string"))
         self._excluded = {n: tokens for n, tokens in self._excluded.items() if n <= n_before}
         self._forced = {n for n in self._forced if n < n_before}
         excluded = self._excluded.setdefault(n_before, set())
         excluded.add(token)
         generated = self._position + tuple(t for delta in kept for t in delta.token_ids)
         await self._go_on_from(generated, excluded=sorted(excluded), unread=kept)
+
+    def _fail(self, cause: Exception) -> NoReturn:
+        """Cancel the request, and raise an error at this step and at every later one."""
+        self._failure = GenerationError.of(self.request_id, cause)
+        self._failure.completion = self._present.completion
+        self._present.cancel()
+        raise self._failure
+
+    def _forget_places(self) -> None:
+        """Forget the places of banned strings: they belong to another beginning of the output."""
+        self._excluded.clear()
+        self._forced.clear()
+        self._rest = ()
 
     # --- Its channel -------------------------------------------------------------------------
     @property

@@ -99,7 +99,8 @@ class CommandSender:
                 swift.append(SetLogLevel(log_level))
             ids: list[str] = []
             for command in commands:
-                if not self._is_behind(command):
+                is_last = isinstance(command, Shutdown) and bool(bulky)
+                if not (is_last or self._is_behind(command)):
                     swift.append(command)
                     continue
                 bulky.append(command)

@@ -299,6 +299,23 @@ async def test_a_banned_string_is_avoided_wherever_its_grammar_leaves_another_to
     assert await engine.audit() == []
 
 
+async def test_the_places_of_banned_strings_are_forgotten_where_a_stream_goes_back(
+    engine: Engine,
+) -> None:
+    grammar = 'root ::= "a" ("yes" | "yon") | "b" ("z" | "w")'
+    for seed in range(6):
+        async with engine.stream(
+            "say: ", grammar=grammar, banned_strings=["yes", "w"], seed=seed
+        ) as stream:
+            await stream.inject("a")
+            for _ in range(3):
+                await anext(stream)
+            await stream.rewind(4)
+            await stream.inject("b")
+            assert (await stream.completion()).text == "bz"
+    assert await engine.audit() == []
+
+
 async def test_a_banned_string_that_a_constraint_needs_is_named(engine: Engine) -> None:
     options: dict[str, Any] = {"regex": "xya", "banned_strings": ["ya"], "temperature": 0}
     async with engine.stream("count:", **options) as stream:

@@ -148,3 +148,20 @@ async def test_strings_that_cannot_be_banned_are_refused_by_name(strings: object
         with pytest.raises(InvalidRequestError) as caught:
             engine.stream("x", banned_strings=strings)  # type: ignore[arg-type]
         assert caught.value.field == "banned_strings"
+
+
+def test_a_ban_is_placed_where_another_token_is_allowed() -> None:
+    kept = (TokenDelta("x", (1,)),)
+    rest = (
+        TokenDelta("a", (2,)),
+        TokenDelta("", (3,)),
+        TokenDelta("bc", (4,)),
+        TokenDelta("d", ()),
+    )
+    ban = Ban(kept, rest)
+    assert ban.placed(5, {4, 5}) == ban
+    assert ban.placed(5, {6}) == Ban((*kept, rest[0]), rest[1:])
+    # The text of the second token is in the third delta: nothing is cut between them.
+    assert ban.placed(5, {6, 7}) == Ban((), kept)
+    assert ban.placed(5, {5, 6, 7}) is None
+    assert Ban((), rest).placed(6, {6, 7}) is None

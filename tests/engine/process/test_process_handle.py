@@ -148,6 +148,8 @@ def test_a_request_that_is_sent_waits_for_no_other_image(wire: Wire) -> None:
     assert wire.sender.has_unsent
     wire.sender.send([Shutdown()])  # the end of all requests
     assert names(wire.read_all()) == ["second", Shutdown()]
+    wire.sender.send([asked("third", image(300_000)), Shutdown()])
+    assert names(wire.read_all()) == ["third", Shutdown()]
 
 
 def test_what_requests_share_is_sent_once_and_arrives_as_it_was(wire: Wire) -> None:
