@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cllm.hub.names import Choose, ModelName, choose_files, choose_projector, models_of, name_of
+from cllm.hub.names import ModelName, choose_files, choose_projector, models_of, name_of
 
 REPO = "models--"  # beginning of a repository's directory: `models--user--name`
 INCOMPLETE = ".incomplete"
@@ -47,16 +47,16 @@ def repo_directory(repo: str) -> Path:
     return cache_directory() / (REPO + repo.replace("/", "--"))
 
 
-def cached_files(name: ModelName, choose: Choose = choose_files) -> list[Path] | None:
+def cached_files(name: ModelName) -> list[Path] | None:
     """Return the files of a model; None if no snapshot has them all.
 
     The snapshot of the main branch comes first, then the newest ones: a new commit does not hide models that
-    are here.  `choose` returns the files among those of a snapshot.  A name without a quantization takes
-    Q4_K_M if the snapshot has it, otherwise any: the hub is not queried.
+    are here.  A name without a quantization takes Q4_K_M if the snapshot has it, otherwise any: the hub is
+    not queried.
     """
     for snapshot in _snapshots(repo_directory(name.repo)):
         with suppress(FileNotFoundError):
-            return [snapshot / file for file in choose(name, _files_of(snapshot))]
+            return [snapshot / file for file in choose_files(name, _files_of(snapshot))]
     return None
 
 

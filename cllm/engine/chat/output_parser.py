@@ -132,10 +132,7 @@ class OutputParser:
         try:
             yield from turn.read(self._reader, self)
         except EndOfTextError:
-            is_left_out = self._is_left_out
-            self.fail()
-            left = self._reader.since(self._mark) + self._reader.rest()
-            self.content("" if is_left_out else turn.text_of(left))
+            self.content(turn.text_of(self._cut_off()))
         self._end_space()
 
     def _channels(self) -> Step[None]:
@@ -200,9 +197,7 @@ class OutputParser:
         try:
             yield from self._read(calls, trigger, start)
         except EndOfTextError:
-            is_left_out = self._is_left_out
-            self.fail()
-            left = "" if is_left_out else reader.since(self._mark) + reader.rest()
+            left = self._cut_off()
             is_marker = left.strip() == trigger and not trigger.strip().isalpha()
             self.content("" if is_marker else left)  # a lone trigger is dropped unless it is a word
         except MismatchError:
@@ -212,6 +207,13 @@ class OutputParser:
                 reader.at = start + max(len(trigger), 1)
             self.content(reader.since(self._mark))
         reader.release()
+
+    def _cut_off(self) -> str:
+        """Forget a call that the end of the text cuts off, and return its text; "" if it is left out."""
+        is_left_out = self._is_left_out
+        self.fail()
+        text = self._reader.since(self._mark) + self._reader.rest()
+        return "" if is_left_out else text
 
     def _read(self, calls: CallSyntax, trigger: str, start: int) -> Step[None]:
         try:

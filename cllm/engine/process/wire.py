@@ -219,12 +219,12 @@ def _command_as(command: ToChild, attached: Attachments) -> object:
         return _Ask(command.call_id, _raw(_QUESTIONS, command.question))
     if not isinstance(command, AddRequest):
         return command
-    request = replace(
-        command.request,
-        state=_crossing(command.request.state, attached),
-        media=tuple(replace(each, data=attached.add(each.data)) for each in command.request.media),
-    )
-    return _Request(*(getattr(request, name) for name in _HINTS))
+    request = command.request
+    attaching = {
+        "state": _crossing(request.state, attached),
+        "media": tuple(replace(each, data=attached.add(each.data)) for each in request.media),
+    }
+    return _Request(**_values_of(request) | attaching)
 
 
 def _crossing(state: SequenceState | None, attached: Attachments) -> SequenceState | None:
@@ -244,9 +244,15 @@ def _command_of(value: Any, attached: Attachments) -> ToChild:
         return Ask(value.call_id, _by_question[kind].decode(raw))
     if not isinstance(value, _Request):
         return cast(ToChild, value)
-    request = GenerationRequest(*(getattr(value, name) for name in _HINTS))
-    media = tuple(replace(each, data=attached.get(each.data)) for each in request.media)
-    return AddRequest(replace(request, state=_arrived(request.state, attached), media=media))
+    arrived = {
+        "state": _arrived(value.state, attached),
+        "media": tuple(replace(each, data=attached.get(each.data)) for each in value.media),
+    }
+    return AddRequest(GenerationRequest(**_values_of(value) | arrived))
+
+
+def _values_of(request: Any) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in _HINTS}
 
 
 # --- Events ----------------------------------------------------------------------------------
