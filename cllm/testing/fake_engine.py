@@ -7,6 +7,7 @@ model is replaced.  The engine starts in a millisecond, and a test can script it
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -391,14 +392,25 @@ class _Unconstrained:
 
 
 class _ScriptedSampler(AskedSampler):
-    """Sampler that ignores the logits: it chooses the tokens of one answer in order, then END."""
+    """Sampler that chooses the tokens of one answer in order, then END.
+
+    It ignores the logits, but leaves a token out that may not come now, because a banned string begins with it.
+    """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = iter(tokens)
-        self._next = next(self._tokens, FakeVocabulary.END)
+        self._tokens = (*tokens, FakeVocabulary.END, FakeVocabulary.END)
+        self._n_said = 0
 
     def choose(self, scan: RowScan, allowed: Mask | None = None) -> int:
+        while scan.row[self._next] == -math.inf and self._next != FakeVocabulary.END:
+            self._n_said += 1
         return self._next
 
     def accept(self, token: int) -> None:
-        self._next = next(self._tokens, FakeVocabulary.END)
+        # A request that continues the output does not have the token that was left out.
+        is_left_out = token != self._next and token == self._tokens[self._n_said + 1]
+        self._n_said = min(self._n_said + 1 + is_left_out, len(self._tokens) - 2)
+
+    @property
+    def _next(self) -> int:
+        return self._tokens[self._n_said]

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from cllm import ClosedError, Engine, InvalidRequestError, SavedGeneration, TokenStream
+from cllm import ClosedError, Engine, Image, InvalidRequestError, SavedGeneration, TokenStream
 from cllm.checks import MAX_SEED
 from cllm.testing import FakeAnswer, FakeEngine, FakeVocabulary
 from tests.conftest import QUIET, some_in_fast
@@ -114,6 +114,32 @@ async def test_going_back_draws_anew_by_the_next_seed(engine: Engine) -> None:
             found.append([d.token_ids for d in again])
             assert found[-1] != [d.token_ids for d in first[2:]]
     assert found[0][0] == found[1][0]
+
+
+async def test_no_two_outputs_of_a_stream_draw_the_same_numbers(engine: Engine) -> None:
+    options: dict[str, Any] = {**WILD, "max_tokens": 20}
+    async with engine.stream("x", **options) as stream:
+        await read(stream, 4)
+        before = stream.fork(2)
+        await stream.rewind(2)
+        after = [*stream.fork(1), *stream.fork(1)]
+        found = [(await each.completion()).token_ids[4:] for each in (*before, *after, stream)]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("how", [{"mirostat": 2}, {"xtc_probability": 0.5}, {"regex": "[a-k]*"}])
+@pytest.mark.parametrize("rest", [(), ("!",)], ids=["ends in an image", "ends in text"])
+async def test_a_stream_goes_back_whatever_its_prompt_ends_in(
+    how: dict[str, Any], rest: tuple[str, ...]
+) -> None:
+    picture = Image(np.zeros((64, 64, 3), np.uint8))
+    answer = "abcdefghijk"
+    async with FakeEngine(lambda _: answer, n_ctx=2000, n_seq_max=2, prefix_cache=False) as engine:
+        async with engine.stream(["hi ", picture, *rest], temperature=1.0, **how) as stream:
+            await read(stream, 4)
+            await stream.rewind(2)
+            assert (await stream.completion()).text == answer
+        assert await engine.audit() == []
 
 
 async def test_what_is_injected_is_as_if_the_model_had_written_it() -> None:

@@ -207,7 +207,7 @@ class Sequence:
         end = self.n_computed + n_tokens
         if self.is_scored:
             return int(end == len(self.tokens))
-        return max(0, end - max(self.n_computed, self.n_settled))
+        return max(0, end - max(self.n_computed, self.n_scored - 1))
 
     @property
     def n_output(self) -> int:

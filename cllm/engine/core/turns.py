@@ -145,6 +145,8 @@ class Turns:
         has_prompts = self._decoder.separates_prompts and len(ready) > len(decoding)
         n_together = self._cost.n_rows_together(self._kv_cache.n_held) if has_prompts else math.inf
         first = self._first_of_several_tenants(running, decoding, now) if has_prompts else None
+        # A tick of prompts leaves a row for each decoding sequence: without another one it would compute nothing.
+        has_prompts = has_prompts and n_rows > len(decoding)
         is_prompts = has_prompts and self._is_prompts_turn(decoding, first, n_rows)
         is_decoding = not is_prompts and self._are_kinds_apart(decoding)
         is_short = False

@@ -67,6 +67,11 @@ class BannedStrings:
     ----------
     strings : sequence of str
         At least one, each with at least one character.
+
+    Attributes
+    ----------
+    is_over : bool
+        True once `end` has ended the output before a banned string.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -74,11 +79,11 @@ class BannedStrings:
         self._longest = max(map(len, self._strings))
         self._held: list[TokenDelta] = []
         self._ready: deque[TokenDelta] = deque()
-        self._is_over = False
+        self.is_over: bool = False
 
     def push(self, delta: TokenDelta) -> Ban | None:
         """Add a delta; return the ban if it completes a banned string.  Otherwise `take` gets safe deltas."""
-        if self._is_over:
+        if self.is_over:
             if delta.finish_reason is not None:
                 self._ready.append(_without_text(delta))
             return None
@@ -98,8 +103,12 @@ class BannedStrings:
     def end(self, ban: Ban, delta: TokenDelta) -> None:
         """End the output of a cancelled request before a banned string; its finish reason stays."""
         self._ready += ban.kept
-        self._is_over = True
+        self.is_over = True
         self.push(delta)
+
+    def place_in(self, text: str) -> int | None:
+        """Return where the first banned string in a text begins; None without one."""
+        return min((start for s in self._strings if (start := text.find(s)) >= 0), default=None)
 
     @property
     def held(self) -> tuple[TokenDelta, ...]:

@@ -85,6 +85,7 @@ class TokenStream:
         self._read_logprobs: list[TokenLogprob] = []
         strings = call.params.banned_strings
         self._banned = BannedStrings(strings) if strings else None
+        self._n_seeds = 0  # drawn by forks and rewinds
         self._excluded: dict[int, set[int]] = {}  # by the number of tokens before
         self._forced: set[int] = set()  # numbers of tokens before which no other token is allowed
         # Deltas of the last banned string, from the excluded token on.
@@ -164,7 +165,32 @@ class TokenStream:
             await channel.next()
             if channel.error is not None:
                 raise channel.error
-        return channel.completion
+        return self._without_banned(channel.completion)
+
+    def _without_banned(self, done: Completion) -> Completion:
+        """Return a completion that ends before a banned string.
+
+        The engine may have written one before its request was cancelled.  An output that was read to its end
+        has none, but for one that begins in given tokens.
+        """
+        if self._banned is None or not (
+            self._banned.is_over
+            or done.finish_reason is FinishReason.CANCELLED
+            or (self._is_closed and not self._has_ended)
+        ):
+            return done
+        start = self._banned.place_in(done.text)
+        if start is None:
+            return done
+        call, before = self._present.call, self._present.continuation
+        n_tokens = len(self._position) - (len(call.generated) if before is None else 0)
+        return replace(
+            done,
+            text=done.text[:start],
+            token_ids=done.token_ids[:n_tokens],
+            logprobs=None if done.logprobs is None else done.logprobs[:n_tokens],
+            usage=replace(done.usage, n_output=n_tokens),
+        )
 
     async def cancel(self) -> None:
         """Cancel the request; the stream ends with `finish_reason="cancelled"`.
@@ -266,8 +292,8 @@ class TokenStream:
     def fork(self, n: int) -> list[TokenStream]:
         """Return more streams that begin with the output read so far; this one continues too.
 
-        The new streams share the cells of this one.  Each draws its own random numbers: with `seed`, the
-        i-th uses `seed + i`.  Their deltas begin here; their completions have the whole output.
+        The new streams share the cells of this one.  Each draws its own random numbers: with `seed`, those of
+        the next seeds that no fork and no `rewind` of this stream has used, first `seed + 1`.  Their deltas begin here; their completions have the whole output.
 
         Parameters
         ----------
@@ -282,17 +308,15 @@ class TokenStream:
             The stream has not been entered.
         """
         n = check_int("n", n, 1, MAX_FORKS, InvalidRequestError)
-        channel, call, source = self._present, self._call, self._opener
-        seed = call.params.seed if call.seed is None else call.seed
+        channel, source = self._present, self._opener
         continuation = self._continuation()
         made = []
-        for i in range(1, n + 1):
-            drawn = secrets.randbelow(MAX_SEED + 1) if seed is None else seed + i
+        for _ in range(n):
             call = replace(
                 channel.call,
                 generated=self._position,
                 request_id=new_request_id(),
-                seed=drawn % (MAX_SEED + 1),
+                seed=self._next_seed(),
                 excluded=(),
             )
             made.append(TokenStream(call, lambda: source, lambda model: continuation))
@@ -301,7 +325,7 @@ class TokenStream:
     async def rewind(self, n_tokens: int) -> None:
         """Remove the last tokens that were read, and continue the output before them.
 
-        New random numbers are drawn: with `seed`, those of the next seed.
+        New random numbers are drawn: with `seed`, those of the next seed, as for `fork`.
 
         Parameters
         ----------
@@ -318,9 +342,7 @@ class TokenStream:
         await self._submit()
         position = self._position
         n_tokens = check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
-        seed = self._present.call.seed
-        next_seed = 0 if seed is None else (seed + 1) % (MAX_SEED + 1)
-        await self._go_on_from(position[:-n_tokens], seed=next_seed)
+        await self._go_on_from(position[:-n_tokens], seed=self._next_seed())
         self._forget_places()
 
     async def inject(self, text: str | Sequence[int]) -> None:
@@ -348,6 +370,14 @@ class TokenStream:
             raise InvalidRequestError("text", text, "at least one token")
         await self._go_on_from(self._position + tokens)
         self._forget_places()
+
+    def _next_seed(self) -> int:
+        """Return a seed that no other output of this stream has; a random one if the request has none."""
+        first = self._call.params.seed if self._call.seed is None else self._call.seed
+        if first is None:
+            return secrets.randbelow(MAX_SEED + 1)
+        self._n_seeds += 1
+        return (first + self._n_seeds) % (MAX_SEED + 1)
 
     @property
     def _position(self) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ Spelling = Callable[[int], bytes]
 
 
 class _State(Enum):
-    BEFORE = auto()  # no output, or a part of the start marker: a thought or the answer may begin
+    # No output, white space, or a part of the start marker: a thought or the answer may begin.
+    BEFORE = auto()
     THINKING = auto()
     # The end marker is forced: the budget is used up, or the model tried to end the output.
     ENDING = auto()
@@ -95,7 +96,9 @@ class ThinkingConstraint:
             case _State.BEFORE:
                 if self._begins_thought(token) or self._inner is None:
                     return True
-                return not self._tail and self._inner.allows(token)  # a marker is written whole
+                return not self._has_begun and self._inner.allows(
+                    token
+                )  # a marker is written whole
             case _State.THINKING:
                 return self._inner is None or not self.family.is_eog(token)
             case _State.ENDING:
@@ -143,7 +146,7 @@ class ThinkingConstraint:
             forced: Mask = np.zeros(self.family.n_vocab, np.bool_)
             forced[self._rules.ending[self._n_forced]] = True
             return forced
-        if self._state is _State.BEFORE and self._tail:
+        if self._state is _State.BEFORE and self._has_begun:
             left = self._rules.start[len(self._tail.lstrip(SPACE)) :]
             return self.family.going_on(left, self._spelling)
         assert self._inner is not None
@@ -168,7 +171,9 @@ class ThinkingConstraint:
         is_whole = said.startswith(self._rules.start)
         is_answer = not self._begins_thought(token) or (
             # The token fits both.  A marker that is one token never belongs to an answer.
-            self._inner is not None and not (is_whole or self._tail) and self._inner.allows(token)
+            self._inner is not None
+            and not (is_whole or self._has_begun)
+            and self._inner.allows(token)
         )
         if is_answer:
             self._go_on_after(token)
@@ -178,11 +183,22 @@ class ThinkingConstraint:
         else:
             self._tail += self._spelling(token)
 
+    @property
+    def _has_begun(self) -> bool:
+        """True if the output so far is a part of the start marker."""
+        return bool(self._tail.strip(SPACE))
+
     def _begins_thought(self, token: int) -> bool:
         start, piece = self._rules.start, self._spelling(token)
-        said = (self._tail + piece).lstrip(SPACE)
-        # A token without text, such as an end of generation, never continues a marker.
-        return bool(piece and said) and (start.startswith(said) or said.startswith(start))
+        if not piece:  # such as an end of generation: it never continues a marker
+            return False
+        output = self._tail + piece
+        said = output.lstrip(SPACE)
+        if (
+            not said
+        ):  # some models write white space before the marker; a constraint has no place for it
+            return self._inner is None and len(output) <= MAX_GAP
+        return start.startswith(said) or said.startswith(start)
 
     def _is_gap(self, token: int) -> bool:
         piece = self._spelling(token)

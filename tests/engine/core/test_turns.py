@@ -165,3 +165,47 @@ def test_a_decode_that_abort_cannot_end_is_short(target_itl_ms: float | None) ->
 
     assert longest_s(None) > 1.5
     assert longest_s(0.5) < 0.55
+
+
+def test_a_prompt_that_takes_all_free_cells_leaves_the_streams_their_turn() -> None:
+    """Ticks of few rows are quick, and tiles are dear here, so that another tick of prompts may follow."""
+
+    def latency(runs: Sequence[FakeRun]) -> float:
+        n_rows = sum(len(run.tokens) for run in runs)
+        n_prompts = sum(len(run.tokens) > 1 for run in runs)
+        if not n_prompts:
+            return 0.002 + 0.0015 * n_rows
+        return 0.002 + n_rows * (0.0015 if n_prompts > 1 and n_rows >= ATTENTION_TILE else 0.0008)
+
+    sim = Simulator(
+        n_ctx=1040,
+        n_seq_max=32,
+        n_batch=512,
+        n_prefill_chunk=128,
+        answer=endless,
+        latency_s=latency,
+        separates_prompts=True,
+        prefix_cache=False,
+        stream_buffer=4096,
+    )
+    numbers = iter(range(10_000))
+
+    def submit(n_tokens: int, max_tokens: int) -> None:
+        sim.submit([97 + next(numbers) % 26 for _ in range(n_tokens)], max_tokens=max_tokens)
+
+    for _ in range(28):
+        submit(5, 300)
+    sim.tick(2)
+    for _ in range(3):
+        submit(40, 1)
+    sim.tick(3)
+    submit(30, 1)
+    sim.tick(3)
+    submit(sim.kv_cache.n_free - 80, 5)
+    for _ in range(6000):
+        if not sim.core.has_work:
+            break
+        n_decodes = sim.decoder.n_decodes
+        sim.tick()
+        assert sim.decoder.n_decodes > n_decodes or not sim.core.has_work
+    assert len(sim.finished) == len(sim.requests) == 33

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm import Engine, FinishReason, InvalidRequestError, TokenDelta
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
+from cllm.testing import FakeEngine
 from tests.conftest import QUIET
 
 TEXTS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "aab"]), min_size=1, max_size=20)
@@ -165,3 +167,38 @@ def test_a_ban_is_placed_where_another_token_is_allowed() -> None:
     assert ban.placed(5, {6, 7}) == Ban((), kept)
     assert ban.placed(5, {5, 6, 7}) is None
     assert Ban((), rest).placed(6, {6, 7}) is None
+
+
+@pytest.mark.anyio
+@pytest.mark.one_loop
+@pytest.mark.parametrize(
+    ("banned", "text"),
+    [
+        ("three", "one two hree four"), ("one two three four", "ne two three four"), ("r", "one two thee fou"),
+    ],
+)  # fmt: skip
+async def test_a_scripted_answer_leaves_out_what_begins_a_banned_string(
+    banned: str, text: str
+) -> None:
+    async with FakeEngine(lambda _: "one two three four") as engine:
+        assert (await engine.generate("p", banned_strings=[banned])).text == text
+
+
+@pytest.mark.anyio
+@pytest.mark.one_loop
+async def test_a_cancelled_output_has_no_banned_string_either() -> None:
+    """The engine is ahead of the reader, and may have written one."""
+    async with FakeEngine(lambda _: "one two three four", stream_buffer=64) as engine:
+        for n_read in range(9):
+            async with engine.stream("p", banned_strings=["three"]) as stream:
+                for _ in range(n_read):
+                    await anext(stream)
+                while engine.statistics().n_running:
+                    await anyio.lowlevel.checkpoint()
+                await stream.cancel()
+                text = "one two "[:n_read] + "".join([delta.text async for delta in stream])
+                completion = await stream.completion()
+            assert "three" not in completion.text
+            assert completion.text.startswith(text)
+            if completion.finish_reason is FinishReason.CANCELLED:
+                assert len(completion.token_ids) == completion.usage.n_output

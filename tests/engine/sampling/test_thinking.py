@@ -95,6 +95,19 @@ def test_an_output_that_does_not_think_is_constrained_from_its_first_token() -> 
     assert not limited.allows(ord("<"))
 
 
+@pytest.mark.parametrize("space", [b"\n", b" ", b"\n\n", b" \t\r\n"])
+def test_white_space_before_a_thought_is_no_answer(space: bytes) -> None:
+    limited = constraint(None, is_open=False, budget=2)
+    assert follow(limited, space + b"<think>ab" + b"c" * 9) == space + b"<think>ab\n</think>"
+    limited = constraint(None, is_open=False, budget=2)
+    assert follow(limited, space + b"1<think>abc") == space + b"1<think>abc"
+
+
+def test_more_white_space_than_a_template_has_is_the_answer() -> None:
+    limited = constraint(None, is_open=False, budget=2)
+    assert follow(limited, b"     <think>abcdef") == b"     <think>abcdef"
+
+
 def test_an_output_may_begin_to_think_by_itself() -> None:
     inner = Digits()
     assert follow(constraint(inner, is_open=False), b"<think>ab</think>5") == b"<think>ab</think>5"
