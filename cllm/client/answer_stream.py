@@ -11,8 +11,16 @@ from typing import Any, NoReturn, Self
 import anyio
 import httpx
 
-from cllm.client.events import DONE, EventReader, completion_of, delta_of, object_of
-from cllm.client.refusals import UNAVAILABLE, ServerError, failure_of
+from cllm.client.events import (
+    DONE,
+    Account,
+    EventReader,
+    account_of,
+    completion_of,
+    delta_of,
+    object_of,
+)
+from cllm.client.refusals import UNAVAILABLE, UNLIKE_CLLM, ServerError, failure_of, unlike_cllm
 from cllm.client.replicas import Replicas
 from cllm.engine.completion_builder import CompletionBuilder
 from cllm.engine.output import Completion, FinishReason, TokenDelta
@@ -131,16 +139,17 @@ class AnswerStream:
                     raise
                 await self._fail(error)
             if self._is_late:
-                return await self._end(TokenDelta("", (), FinishReason.DEADLINE), {})
+                return await self._end(TokenDelta("", (), FinishReason.DEADLINE), Account())
             try:
                 event = await self._next_event()
                 delta = None if event is None or "error" in event else delta_of(event)
+                is_last = delta is not None and delta.finish_reason is not None
+                account = account_of(event) if event is not None and is_last else Account()
             except (httpx.TransportError, _CutOffError) as error:
                 await self._move(error)
                 continue
-            except (KeyError, TypeError, ValueError) as error:
-                told = f"{self._server} does not answer like cllm: {error!r}"
-                await self._fail(ServerError(told))
+            except UNLIKE_CLLM as error:
+                await self._fail(unlike_cllm(self._server, error))
             if event is None:
                 continue  # its time is over
             if (failure := failure_of(event)) is not None:
@@ -161,7 +170,7 @@ class AnswerStream:
             if delta.finish_reason is None:
                 self._answer.add(delta, time.monotonic())
                 return delta
-            return await self._end(delta, event)
+            return await self._end(delta, account)
         if self._failure is not None:
             raise self._failure
         if self._is_cancelled:
@@ -187,7 +196,7 @@ class AnswerStream:
         """Cancel the request: the completion has the output so far."""
         if self._completion is None:
             self._is_cancelled = True
-            self._conclude(TokenDelta("", (), FinishReason.CANCELLED), {})
+            self._conclude(TokenDelta("", (), FinishReason.CANCELLED), Account())
         await self._close()
 
     # --- To the servers ----------------------------------------------------------------------
@@ -268,14 +277,14 @@ class AnswerStream:
 
     async def _fail(self, failure: Exception) -> NoReturn:
         """End the stream with an error that carries the partial output."""
-        self._conclude(TokenDelta("", (), FinishReason.ERROR), {})
+        self._conclude(TokenDelta("", (), FinishReason.ERROR), Account())
         await self._close()
         self._failure = GenerationError.of(self.request_id, failure)
         self._failure.completion = self._completion
         raise self._failure
 
     # --- The end -----------------------------------------------------------------------------
-    async def _end(self, last: TokenDelta, account: Mapping[str, Any]) -> TokenDelta:
+    async def _end(self, last: TokenDelta, account: Account) -> TokenDelta:
         self._answer.add(last, time.monotonic())
         self._conclude(last, account)
         try:
@@ -292,7 +301,7 @@ class AnswerStream:
             await self._close()
         return last
 
-    def _conclude(self, last: TokenDelta, account: Mapping[str, Any]) -> None:
+    def _conclude(self, last: TokenDelta, account: Account) -> None:
         now = time.monotonic()
         self._completion = completion_of(
             self._answer,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -24,9 +26,9 @@ from cllm.checks import (
     check_several,
     check_tenant,
 )
-from cllm.client.answer_stream import MAX_MOVES, AnswerStream
+from cllm.client.answer_stream import GRACE_S, MAX_MOVES, AnswerStream
 from cllm.client.events import LOWEST
-from cllm.client.refusals import ServerError
+from cllm.client.refusals import UNLIKE_CLLM, ServerError, unlike_cllm
 from cllm.client.replicas import Replicas
 from cllm.engine.audio import Audio
 from cllm.engine.chat.chat_prompt import ChatPrompt
@@ -45,7 +47,7 @@ from cllm.engine.loop.request_call import (
 from cllm.engine.lora import check_lora
 from cllm.engine.media_source import NamedMedia
 from cllm.engine.request import Score
-from cllm.errors import InvalidArgumentError, InvalidRequestError, QueueFullError
+from cllm.errors import DeadlineError, InvalidArgumentError, InvalidRequestError, QueueFullError
 from cllm.routing.prefix_table import Key, keys_of, prompt_bytes
 
 HEADER_VALUE = re.compile(r"[!-~]([ -~]{0,1022}[!-~])?")
@@ -251,23 +253,37 @@ class AsyncClient(Generates[AnswerStream]):
         ----------
         keys : sequence of bytes
             Keys of the session, or of the prefixes of the prompt, which choose the first server.
+
+        Raises
+        ------
+        DeadlineError
+            No server has answered within the `timeout` of the body.
         """
+        timeout, submitted = body["timeout"], time.monotonic()
         url: str | None = None
-        for _ in range(MAX_MOVES + 1):
-            url, response = await self._replicas.post(path, body, keys=keys, but=url)
-            try:
-                await response.aread()
-                break
-            except httpx.TransportError as error:
-                failure = error
-            finally:
-                await self._replicas.close(url, response)
-        else:
+        failure: Exception | None = None
+        # A server enforces the deadline itself; this limit is needed if no server answers.
+        with anyio.move_on_after(None if timeout is None else timeout + GRACE_S):
+            for _ in range(MAX_MOVES + 1):
+                if timeout is not None:
+                    left_s = max(0.0, timeout - (time.monotonic() - submitted))
+                    body = {**body, "timeout": left_s}
+                url, response = await self._replicas.post(path, body, keys=keys, but=url)
+                try:
+                    told = await response.aread()
+                except httpx.TransportError as error:
+                    failure = error
+                    continue
+                except httpx.DecodingError as error:
+                    raise unlike_cllm(url, error) from None
+                finally:
+                    await self._replicas.close(url, response)
+                try:
+                    return read(json.loads(told))
+                except UNLIKE_CLLM as error:
+                    raise unlike_cllm(url, error) from None
             raise ServerError(f"cut off {MAX_MOVES + 1} times, at last: {failure!r}")
-        try:
-            return read(response.json())
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{url} does not answer like cllm: {error!r}") from None
+        raise DeadlineError(f"no server has answered within {timeout:g} s")
 
 
 def _header_of(field: str, value: str) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cllm.engine.completion_builder import CompletionBuilder
 from cllm.engine.output import (
@@ -56,22 +56,28 @@ def delta_of(event: Mapping[str, Any]) -> TokenDelta:
 
     Raises
     ------
-    KeyError, TypeError, ValueError
+    LookupError, TypeError, ValueError, AttributeError
         A field is missing or has a wrong type or value.
     """
     reason, logprobs = event["finish_reason"], event.get("logprobs")
     return TokenDelta(
-        text=event["text"],
-        token_ids=tuple(event["token_ids"]),
+        text=_text(event["text"]),
+        token_ids=tuple(map(int, event["token_ids"])),
         finish_reason=None if reason is None else FinishReason(reason),
         stop_reason=event.get("stop_reason"),
         logprobs=None if logprobs is None else tuple(map(_logprob_of, logprobs)),
-        reasoning=event.get("reasoning", ""),
+        reasoning=_text(event.get("reasoning") or ""),
         tool_calls=tuple(
-            ToolCallDelta(call["index"], call.get("id"), call.get("name"), call["arguments"])
-            for call in event.get("tool_calls", ())
+            ToolCallDelta(call["index"], call.get("id"), call.get("name"), _text(call["arguments"]))
+            for call in event.get("tool_calls") or ()
         ),
     )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]} is no text")
+    return value
 
 
 def _logprob_of(told: Mapping[str, Any]) -> TokenLogprob:
@@ -85,36 +91,59 @@ def _logprob_of(told: Mapping[str, Any]) -> TokenLogprob:
     )
 
 
+class Account(NamedTuple):
+    """Account of a request in the last event of its answer; empty if the event did not come."""
+
+    usage: Usage = Usage(0, 0, 0)
+    queued_s: float = 0.0
+    n_preemptions: int = 0
+    prompt_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+
+
+def account_of(event: Mapping[str, Any]) -> Account:
+    """Return the account in the last event of `POST /generate`; raise what `delta_of` raises."""
+    usage, timings = event.get("usage") or {}, event.get("timings") or {}
+    names = ("prompt_tokens", "cached_tokens", "reasoning_tokens", "image_tokens", "audio_tokens")
+    n_prompt, n_cached, n_reasoning, n_images, n_audio = (int(usage.get(n) or 0) for n in names)
+    return Account(
+        Usage(
+            n_prompt=n_prompt,
+            n_cached=n_cached,
+            n_output=0,
+            n_reasoning=n_reasoning,
+            n_image_tokens=n_images,
+            n_audio_tokens=n_audio,
+        ),
+        float(timings.get("queued_ms") or 0.0) / 1000.0,
+        int(timings.get("n_preemptions") or 0),
+        tuple(map(int, event.get("prompt_token_ids") or ())),
+        str(event.get("fingerprint") or ""),
+    )
+
+
 def completion_of(
     answer: CompletionBuilder,
     request_id: str,
     last: TokenDelta,
-    account: Mapping[str, Any],
+    account: Account,
     *,
     submitted_at: float,
     ended_at: float,
     n_moves: int,
 ) -> Completion:
-    """Return the completion of an answer; `account` has usage and times from the last event, if it came."""
-    usage, timings = account.get("usage", {}), account.get("timings", {})
+    """Return the completion of an answer."""
     assert last.finish_reason is not None
     done = answer.completion(
         request_id,
         last.finish_reason,
         last.stop_reason,
-        usage=Usage(
-            n_prompt=usage.get("prompt_tokens", 0),
-            n_cached=usage.get("cached_tokens", 0),
-            n_output=0,
-            n_reasoning=usage.get("reasoning_tokens", 0),
-            n_image_tokens=usage.get("image_tokens", 0),
-            n_audio_tokens=usage.get("audio_tokens", 0),
-        ),
+        usage=account.usage,
         submitted_at=submitted_at,
-        admitted_at=submitted_at + (timings.get("queued_ms") or 0.0) / 1000.0,
+        admitted_at=submitted_at + account.queued_s,
         ended_at=ended_at,
-        n_preemptions=timings.get("n_preemptions", 0),
-        prompt_token_ids=account.get("prompt_token_ids", ()),
-        fingerprint=account.get("fingerprint", ""),
+        n_preemptions=account.n_preemptions,
+        prompt_token_ids=account.prompt_token_ids,
+        fingerprint=account.fingerprint,
     )
     return replace(done, timings=replace(done.timings, n_moves=n_moves))

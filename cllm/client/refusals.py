@@ -23,6 +23,10 @@ NUMBERS = {"n_prompt": "n_prompt_tokens", "n_ctx": "n_ctx"}  # `PromptTooLongErr
 FAILED, TIMEOUT, TOO_LONG = "generation_failed", "timeout", "context_length_exceeded"
 
 
+# What reading an answer raises if it has another form than cllm's.
+UNLIKE_CLLM = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
 class ServerError(CllmError):
     """A server did not answer, or answered with an error that is no `RequestError`, such as status 401 or 500.
 
@@ -58,17 +62,24 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmErro
 
 def failure_of(event: Mapping[str, Any]) -> ServerError | None:
     """Return the error in an event, or None.  Its status is 503 if the server is unavailable, else None."""
-    problem = event.get("error")
-    if not isinstance(problem, Mapping):
+    if "error" not in event:
         return None
+    problem = event["error"]
+    if not isinstance(problem, Mapping):  # as Ollama and some proxies have it
+        return ServerError(str(problem or "the server has failed"))
     status = UNAVAILABLE if problem.get("code") == "unavailable" else None
     return ServerError(str(problem.get("message") or "the server has failed"), status)
+
+
+def unlike_cllm(server: str | None, error: Exception) -> ServerError:
+    """Return the error for an answer that is not cllm's, with what reading it raised."""
+    return ServerError(f"{server} does not answer like cllm: {error!r}")
 
 
 def _problem_in(body: bytes) -> Mapping[str, Any]:
     try:
         value = json.loads(body)
-    except ValueError:  # a proxy's page
+    except (ValueError, RecursionError):  # a proxy's page
         return {}
     problem = value.get("error") if isinstance(value, dict) else None
     return problem if isinstance(problem, dict) else {}

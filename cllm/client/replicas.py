@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +49,8 @@ class Replicas:
         self._table = PrefixTable()
         self._n_open = dict.fromkeys(self._urls, 0)
         self._is_closed = False
-        self._n_failed: Counter[str] = Counter()
-        self._avoided: dict[str, float] = {}
+        self._avoided: dict[str, float] = {}  # until when
+        self._avoided_s: dict[str, float] = {}  # how long, since the last success
         self._http = httpx.AsyncClient(
             # A proxy that compresses events delays them; and the events are read undecoded.
             headers={**headers, "accept-encoding": "identity"},
@@ -115,13 +114,13 @@ class Replicas:
                     raise ClosedError("the client was closed")
                 try:
                     response = await self._ask(url, path, content, headers)
-                except httpx.TransportError as error:
+                except httpx.RequestError as error:
                     self._avoid(url)
                     told = f"{url} does not answer: {error!r}"
                     failure = failure or ServerError(told)
                     continue
                 if response.status_code == httpx.codes.OK:
-                    self._n_failed.pop(url, None)
+                    self._avoided_s.pop(url, None)
                     self._table.record(keys, url)
                     return url, response
                 refusal = await _refusal(response)
@@ -161,7 +160,8 @@ class Replicas:
     async def close(self, url: str, response: httpx.Response) -> None:
         """Release the connection of an answer."""
         self._n_open[url] -= 1
-        await response.aclose()
+        with anyio.CancelScope(shield=True):
+            await response.aclose()
 
     def _in_turn(self, keys: Sequence[Key]) -> Iterator[str]:
         """Return each server once: the best prefix first, servers that failed recently last."""
@@ -176,10 +176,16 @@ class Replicas:
         )
 
     def _avoid(self, url: str) -> None:
-        """Ask a server last for 2 s, twice as long after each further failure in a row, at most 60 s."""
-        self._n_failed[url] += 1
-        seconds = min(AVOIDED_S * 2 ** (self._n_failed[url] - 1), LONGEST_AVOIDED_S)
-        self._avoided[url] = time.monotonic() + seconds
+        """Ask a server last for 2 s, twice as long after each further failure in a row, at most 60 s.
+
+        Failures while it is avoided do not count: many requests fail at the moment in which it ends.
+        """
+        now = time.monotonic()
+        if self._avoided.get(url, 0.0) > now:
+            return
+        seconds = min(2 * self._avoided_s.get(url, AVOIDED_S / 2), LONGEST_AVOIDED_S)
+        self._avoided_s[url] = seconds
+        self._avoided[url] = now + seconds
 
 
 class _Whole(httpx.AsyncByteStream):
@@ -224,7 +230,7 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
 async def _refusal(response: httpx.Response) -> CllmError:
     try:
         body = await response.aread()
-    except httpx.TransportError:
+    except httpx.RequestError:
         body = b""
     finally:
         await response.aclose()
@@ -237,11 +243,12 @@ def _checked(url: str) -> str:
         raise InvalidArgumentError("base_url", url, limit)
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        is_named = bool(parsed.host)
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise InvalidArgumentError("base_url", url, f"{limit} ({error})") from None
     is_port = parsed.port is None or 0 < parsed.port <= 65535
     is_more = bool(parsed.query or parsed.fragment)
-    if parsed.scheme not in ("http", "https") or not parsed.host or is_more or not is_port:
+    if parsed.scheme not in ("http", "https") or not is_named or is_more or not is_port:
         raise InvalidArgumentError("base_url", url, limit)
     return url.rstrip("/")
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -22,6 +23,7 @@ from cllm import (
     Audio,
     ClosedError,
     Completion,
+    DeadlineError,
     Engine,
     FinishReason,
     GenerationError,
@@ -33,7 +35,7 @@ from cllm import (
     SamplingParams,
     TokenDelta,
 )
-from cllm.client import AnswerStream, AsyncClient, ServerError
+from cllm.client import AnswerStream, AsyncClient, ServerError, async_client, replicas
 from cllm.client.events import EventReader, delta_of, object_of
 from cllm.client.replicas import Replicas
 from cllm.testing.fake_server import FakeServer, fake_server
@@ -370,11 +372,99 @@ async def test_of_a_server_whose_engine_is_gone_it_goes_on_elsewhere() -> None:
     assert all(b"accept-encoding: identity" in head for head in heads)
 
 
-async def test_what_is_not_cllms_is_an_error_that_names_the_server() -> None:
-    with canned(answer_of({"choices": []})) as (url, _):
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": []},
+        {**TOKEN, "text": 5},
+        {**TOKEN, "token_ids": ["a"]},
+        {**TOKEN, "tool_calls": [{"index": 0, "arguments": None}]},
+        {**LAST, "usage": [1]},
+        {**LAST, "timings": {"queued_ms": "soon"}},
+        {**LAST, "prompt_token_ids": 5},
+    ],
+    ids=lambda event: str(event)[-60:],
+)
+async def test_what_is_not_cllms_is_an_error_that_names_the_server(event: dict[str, Any]) -> None:
+    with canned(answer_of(event)) as (url, _):
         async with AsyncClient(url) as client:
             with pytest.raises(GenerationError, match="does not answer like cllm"):
                 await client.generate("Hi")
+
+
+async def test_json_that_is_nested_without_end_is_an_error_that_names_the_server() -> None:
+    data = b"data: " + b"[" * 100_000 + b"\n\n"
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(data)
+    with canned(head + data) as (url, _):
+        async with AsyncClient(url) as client:
+            with pytest.raises(GenerationError, match="does not answer like cllm"):
+                await client.generate("Hi")
+
+
+async def test_the_error_of_another_server_is_its_text() -> None:
+    with canned(answer_of({"error": "boom"})) as (url, _):
+        async with AsyncClient(url) as client:
+            with pytest.raises(GenerationError, match="boom"):
+                await client.generate("Hi")
+
+
+async def test_a_last_event_without_an_account_is_an_answer_all_the_same() -> None:
+    bare = {**LAST, "usage": None, "timings": None, "prompt_token_ids": None, "tool_calls": None}
+    with canned(answer_of(TOKEN, bare)) as (url, _):
+        async with AsyncClient(url) as client:
+            assert (await client.generate("Hi")).text == "ab"
+
+
+# httpx leaves its own generator to trio.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <async_generator object Response.aiter_raw"
+)
+async def test_an_answer_that_cannot_be_unpacked_is_an_error_of_the_server() -> None:
+    body = b"not gzip"
+    head = (
+        b"HTTP/1.1 %b\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    )
+    answers = [head % (status, len(body)) + body for status in (b"200 OK", b"500 E", b"500 E")]
+    with canned(*answers) as (url, _):
+        async with AsyncClient(url, patience_s=0) as client:
+            for call in (client.embed(["Hi"]), client.embed(["Hi"]), client.generate("Hi")):
+                with pytest.raises(ServerError):
+                    await call
+
+
+async def test_vectors_and_scores_have_a_deadline_when_the_server_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_client, "GRACE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with AsyncClient(f"http://127.0.0.1:{silent.getsockname()[1]}") as client:
+            for call in (client.embed(["a"], timeout=0.05), client.score("a", "b", timeout=0.05)):
+                with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
+                    await call
+
+
+async def test_a_server_is_avoided_for_longer_after_each_failure_that_follows_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: now))
+    url = "http://127.0.0.1:1"
+    several = Replicas([url, "http://127.0.0.1:2"], {}, patience_s=0)
+    seconds = []
+    for _ in range(2000):
+        for _ in range(50):  # all requests that the server had fail at once
+            several._avoid(url)
+        seconds.append(several._avoided[url] - now)
+        now = several._avoided[url]
+    assert seconds[:7] == [2, 4, 8, 16, 32, 60, 60]
+    assert seconds[-1] == 60
+    await several.aclose()
+
+
+@pytest.mark.parametrize("url", ["http://xn--:80", "http://127.0.0.1:1/\ud800", 5])
+def test_what_is_no_address_is_rejected_by_name(url: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^base_url is"):
+        AsyncClient(url)
 
 
 async def test_a_generation_that_cannot_begin_is_the_error_of_an_engine(exact: Server) -> None:
