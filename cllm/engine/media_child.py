@@ -56,10 +56,11 @@ def pixels_of(data: bytes) -> tuple[tuple[int, ...], bytes]:
     Image.MAX_IMAGE_PIXELS = None  # `check_size` has the limit
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         check_size(image.height, image.width)
+        # A damaged file raises an error here, at the first load alone: the next one succeeds, with black pixels.
+        image.load()
         try:
             upright = ImageOps.exif_transpose(image)
-        except Exception:  # damaged metadata does no harm; damaged pixels raise again
-            image.load()
+        except Exception:  # damaged metadata does no harm
             upright = image.copy()
         if upright.mode.startswith("I;16"):  # 16 bits a pixel: `convert` would cut the values off
             upright = upright.point(lambda value: value / 256).convert("L")

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import binascii
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.checks import check_int
 from cllm.engine.file_content import open_regular
 from cllm.engine.media_limits import check_n_bytes
 from cllm.errors import InvalidArgumentError, InvalidRequestError
+from cllm.settings import new_path
+
+N_AT_ONCE = 1 << 20  # characters of base64 text
+OF_URLS, WHITE_SPACE = bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f"
 
 
 class Base64Text(NamedTuple):
@@ -41,13 +48,32 @@ class Base64Text(NamedTuple):
             The text is not base64, or the file has too few bytes.
         """
         try:
-            # Spaces and line breaks may be between the characters, and "=" at the end is often missing.
-            data = binascii.a2b_base64(f"{self.text[self.start :]}==")
-        except ValueError as error:
+            data = b"".join(_decoded(self.text, self.start))
+        except ValueError as error:  # also letters beyond ASCII
             limit = f"a file as base64 text ({error})"
             raise InvalidRequestError(kind, f"{self.n_bytes} bytes", limit) from None
         check_n_bytes(kind, len(data), InvalidRequestError)
         return data
+
+
+def _decoded(text: str, start: int) -> Iterator[bytes]:
+    """Yield the bytes of base64 text from `start`, in pieces: the decoder holds the GIL.
+
+    White space may be between the characters, and "=" at the end is often missing.  The alphabet may be that
+    of URLs, and a URL may have escapes.
+    """
+    if text.find("%", start) >= 0:
+        text, start = unquote(text[start:]), 0
+    rest = b""
+    for at in range(start, len(text), N_AT_ONCE):
+        rest += text[at : at + N_AT_ONCE].encode("ascii").translate(OF_URLS, WHITE_SPACE)
+        if at + N_AT_ONCE < len(text):
+            # The padding of the whole text is decoded with its last characters.
+            n_whole = max(0, len(rest) - 8) // 4 * 4
+            yield binascii.a2b_base64(rest[:n_whole], strict_mode=True)
+            rest = rest[n_whole:]
+    rest = rest.rstrip(b"=")
+    yield binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)
 
 
 class MediaSource:
@@ -66,15 +92,20 @@ class MediaSource:
     def __init__(self, source: object) -> None:
         self.source: Path | bytes | NDArray[Any] | Base64Text
         if isinstance(source, np.ndarray):
-            self.source = self._checked(source)
+            self.source = self._checked(np.asarray(source))  # without a subclass, such as a matrix
         elif isinstance(source, bytes | bytearray | memoryview):
-            check_n_bytes(self.kind, len(source), InvalidArgumentError)
-            self.source = bytes(source)
+            try:
+                check_n_bytes(self.kind, memoryview(source).nbytes, InvalidArgumentError)
+                self.source = bytes(source)
+            except ValueError as error:
+                if isinstance(error, InvalidArgumentError):
+                    raise
+                raise InvalidArgumentError(self.kind, "a buffer", f"readable ({error})") from None
         elif isinstance(source, Base64Text):
             check_n_bytes(self.kind, source.n_bytes, InvalidRequestError)
             self.source = source
-        elif isinstance(source, str | os.PathLike) and str(source) and "\0" not in str(source):
-            self.source = Path(source)
+        elif isinstance(source, str | os.PathLike):
+            self.source = Path(str(new_path(self.kind, source, InvalidArgumentError)))
         else:
             limit = "a path, the bytes of a file, or an array"
             raise InvalidArgumentError(self.kind, source, limit)
@@ -96,8 +127,11 @@ class MediaSource:
         Raises
         ------
         InvalidRequestError
-            The text is empty or too long.
+            The text is empty or too long, or no text.
         """
+        if not isinstance(text, str):
+            raise InvalidRequestError(cls.kind, text, "base64 text")
+        start = check_int("start", start, 0, len(text), InvalidRequestError)
         return cls(Base64Text(text, start))
 
     def __repr__(self) -> str:
@@ -132,7 +166,7 @@ class MediaSource:
             with open_regular(self.source) as file:
                 return file.read()
         except OSError as error:
-            reason = f"a file that can be read: {error.strerror}"
+            reason = f"a file that can be read: {error.strerror or error}"
             raise InvalidRequestError(self.kind, self.shown, reason) from None
 
 

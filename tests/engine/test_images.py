@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import io
 import signal
@@ -11,7 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import quote
 
 import anyio
 import numpy as np
@@ -38,6 +40,7 @@ from cllm import (
 )
 from cllm.engine.loop.media_reader import Decoder
 from cllm.engine.media_child import pixels_of
+from cllm.engine.media_limits import MAX_FILE_BYTES
 from cllm.engine.media_parts import media_of
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET, examples, on_either_loop
@@ -328,6 +331,13 @@ async def test_images_that_a_chat_cannot_show_are_rejected() -> None:
 
 
 # --- What is rejected ----------------------------------------------------------------------------
+def released() -> memoryview:
+    """A buffer that cannot be read any more."""
+    view = memoryview(b"123")
+    view.release()
+    return view
+
+
 def file_of(kind: str, **options: Any) -> bytes:
     """The bytes of a file with an image."""
     written = io.BytesIO()
@@ -375,8 +385,30 @@ async def test_wrong_images_are_rejected_by_name_and_the_engine_goes_on(tmp_path
 
 @pytest.mark.parametrize(
     "source",
-    [b"", 5, "", "a\0b", pixels(1)[..., 0], pixels(1).astype(np.float32), pixels(1, 1, 20_000)],
-    ids=["no bytes", "a number", "no path", "NUL", "grey", "floats", "too wide"],
+    [
+        b"",
+        5,
+        "",
+        "a\0b",
+        "a\ud800",
+        pixels(1)[..., 0],
+        pixels(1).astype(np.float32),
+        pixels(1, 1, 20_000),
+        memoryview(bytes(MAX_FILE_BYTES + 8)).cast("Q"),
+        released(),
+    ],
+    ids=[
+        "no bytes",
+        "a number",
+        "no path",
+        "NUL",
+        "no name",
+        "grey",
+        "floats",
+        "too wide",
+        "too long",
+        "released",
+    ],
 )
 def test_a_source_of_another_kind_is_rejected(source: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="image is"):
@@ -552,6 +584,22 @@ async def test_a_file_does_not_pay_for_an_earlier_one_that_has_ended_their_proce
     assert decoder._process is None
 
 
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
+def test_a_file_with_damaged_pixels_has_none(kind: str) -> None:
+    data = file_of(kind)
+    for place in range(len(data) // 3, len(data) - 16, 97):
+        damaged = bytearray(data)
+        damaged[place] ^= 0x55
+        try:
+            with Pillow.open(io.BytesIO(damaged)) as whole:
+                expected = np.array(whole.convert("RGB"))
+        except Exception:
+            with pytest.raises(Exception):  # noqa: B017, PT011  # what Pillow raises
+                pixels_of(bytes(damaged))
+        else:
+            assert pixels_of(bytes(damaged)) == (expected.shape[:2], expected.tobytes())
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("exif", [b"junk", b"Exif\0\0junk", b"Exif\0\0II*\0\xff\xff\xff\xff"])
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")  # of Pillow
@@ -613,3 +661,31 @@ def test_pixels_as_a_data_url_are_the_same_pixels(height: int, width: int, seed:
     assert isinstance(data, bytes)
     with Pillow.open(io.BytesIO(data)) as opened:
         assert np.array_equal(np.asarray(opened.convert("RGB")), drawn)
+
+
+PICTURE = np.random.default_rng(4).integers(0, 256, 3_000_001, np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("of_url", [False, True])
+@pytest.mark.parametrize("form", ["plain", "without its end", "in lines", "escaped"])
+def test_base64_text_of_every_form_is_the_same_file(form: str, of_url: bool) -> None:
+    text = (base64.urlsafe_b64encode if of_url else base64.b64encode)(PICTURE).decode()
+    text = {
+        "plain": text,
+        "without its end": text.rstrip("="),
+        "in lines": "\r\n".join(text[i : i + 76] for i in range(0, len(text), 76)),
+        "escaped": quote(text),
+    }[form]
+    assert Image.of_base64(f"data:,{text}", 6).read() == PICTURE
+
+
+@pytest.mark.parametrize("text", ["QU@D", "QUFB=QUFB", "QUFBé", "QUFBQ", "QQ=QQ=="])
+def test_text_that_is_not_base64_is_no_other_file(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="a file as base64 text"):
+        Image.of_base64(text).read()
+
+
+def test_base64_text_is_text_and_begins_within_it() -> None:
+    for text, start in ((5, 0), (None, 0), ("QUFB", -1), ("QUFB", 5)):
+        with pytest.raises(InvalidRequestError):
+            Image.of_base64(cast(Any, text), start)
