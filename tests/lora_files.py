@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cllm.engine.llama.gguf_header import read_header, read_shapes
 
@@ -23,6 +24,7 @@ def make_lora(
     rank: int = 4,
     strength: float = 0.3,
     invocation_tokens: Sequence[int] = (),
+    dtype: DTypeLike = np.float32,
 ) -> Path:
     """An adapter for some matrices of every layer, which changes what the model says."""
     draw = np.random.default_rng(seed)
@@ -41,8 +43,8 @@ def make_lora(
         for name, (n_in, n_out) in matrices(model_path).items():
             a = draw.standard_normal((rank, n_in)) / n_in**0.5
             b = draw.standard_normal((n_out, rank)) * strength
-            writer.add_tensor(f"{name}.lora_a", a.astype(np.float32))
-            writer.add_tensor(f"{name}.lora_b", b.astype(np.float32))
+            writer.add_tensor(f"{name}.lora_a", a.astype(dtype))
+            writer.add_tensor(f"{name}.lora_b", b.astype(dtype))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

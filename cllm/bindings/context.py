@@ -372,7 +372,8 @@ class Context(Memory, LoraContext):
 
     def output_logits(self, row: int) -> NDArray[np.float32]:
         """Return the logits of this batch row: a float32 view, `(n_vocab,)`, valid until the next decode."""
-        index = int(np.count_nonzero(self._is_output[: self.check_output_row(row)]))
+        row = self.check_output_row(row)
+        index = int(np.count_nonzero(self._is_output[:row]))
         rows = self._logit_rows(self.n_decodes, self._n_output_rows)
         return np.atleast_1d(rows[index])
 

@@ -323,6 +323,25 @@ async def test_a_model_that_writes_is_asked_for_yes_and_no() -> None:
             assert each.n_tokens == len(prompt)
 
 
+async def test_a_ranking_is_of_the_documents_that_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller may use its list again while they are tokenized in a worker thread."""
+    template = "{query}{document}"
+    documents = ["one", "two", "three"]
+    by_parts = EmbeddingCalls._by_parts
+
+    async def overwritten(calls: EmbeddingCalls, sizes: Any, tokenize: Any) -> Any:
+        given.clear()
+        return await by_parts(calls, sizes, tokenize)
+
+    async with FakeEngine(n_ctx=1024) as engine:
+        whole = await engine.rerank("q", documents, template=template)
+        monkeypatch.setattr(EmbeddingCalls, "_by_parts", overwritten)
+        given = list(documents)
+        assert await engine.rerank("q", given, template=template) == whole
+
+
 async def test_the_prompts_of_a_ranking_are_tokenized_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from cllm import ClosedError, Completion, Engine, InvalidRequestError, ModelLoadError
 from cllm.bindings import Context, EmbeddingContext, LoraAdapter, Model
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.llama.gguf_header import read_types
 from cllm.engine.lora import NO_LORA
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeEngine
@@ -343,6 +345,38 @@ async def test_texts_have_the_adapters_of_who_names_none(
         assert float((adapted @ loaded.T)[0, 0]) > 0.9999, "whenever it was loaded"
         await engine.unload_lora("a")
         assert (await engine.embed(["The quick brown fox"]) == plain).all()
+
+
+@pytest.mark.parametrize("kind", ["I8", "I16", "I32", "I64", "F64"])
+async def test_an_adapter_that_no_matrix_product_takes_is_rejected_before_its_first_use(
+    kind: str, model_path: Path, tmp_path: Path
+) -> None:
+    """llama.cpp loads it; the process would end at the tokens that it is activated by."""
+    types = {"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F64": np.float64}
+    path = make_lora(
+        tmp_path / "a.gguf", model_path, seed=1, invocation_tokens=[120], dtype=types[kind]
+    )
+    async with Engine(model_path, **OPTIONS) as engine:
+        with pytest.raises(ModelLoadError, match=f"whose type is {kind}"):
+            await engine.load_lora("x", path)
+        assert (await engine.generate([119, 120, 121], **GREEDY)).usage.n_output == 24
+
+
+async def test_an_adapter_for_a_tensor_that_is_no_matrix_is_rejected(
+    model_path: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    data = adapters["a"].read_bytes()
+    name = next(name for name in read_types(adapters["a"]) if name.startswith("blk.0."))
+    other = "blk.0.attn_norm.weight.lora_a"
+    changed = data.replace(
+        len(name).to_bytes(8, "little") + name.encode(),
+        len(other).to_bytes(8, "little") + other.encode(),
+    )
+    path = tmp_path / "a.gguf"
+    path.write_bytes(changed)
+    async with Engine(model_path, **OPTIONS) as engine:
+        with pytest.raises(ModelLoadError):
+            await engine.load_lora("x", path)
 
 
 async def test_an_adapter_of_another_model_is_refused_by_its_header(

@@ -31,9 +31,12 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 MAX_LENGTH = 1 << 16  # of a key, a text or a list that is read
 
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 MAX_SKIPPED = 1 << 32
 MAX_TENSORS = 1 << 17
+# Limits of a whole header, which bound the time and the memory of reading a hostile one: values, bytes of the values
+# that are kept, and texts of the lists that are skipped (the tokens and merges of a vocabulary are below a million).
+MAX_VALUES, MAX_KEPT, MAX_TEXTS = 1 << 16, 1 << 24, 1 << 22
 
 Shapes = dict[str, tuple[int, ...]]
 F32, F16 = 0, 1  # of `ggml_type`
@@ -58,25 +61,35 @@ def read_header(path: Path) -> dict[str, Value]:
             magic, version, _, n_values = _unpack(file, "4sIQQ")
             if magic != b"GGUF" or version not in (2, 3):
                 return known
-            for _ in range(n_values):
+            n_kept = 0
+            for _ in range(min(n_values, MAX_VALUES)):
                 key = _text(file)
-                if key.startswith("tokenizer."):
+                if key.startswith("tokenizer.") or n_kept > MAX_KEPT:
                     break
-                known[key] = _value(file)
+                known[key] = value = _value(file)
+                n_kept += len(key) + (8 * len(value) if isinstance(value, str | list) else 8)
         except (ValueError, struct.error):
             pass
     return known
 
 
 def model_parts(path: Path) -> list[Path]:
-    """Return the files of a model in order: all parts that exist if it is split, otherwise `path` alone."""
+    """Return the files of a model in order: all parts that exist if it is split, otherwise `path` alone.
+
+    llama.cpp also loads a file whose name has the form of a part and a number that no part has: it is alone, too.
+    """
     split = _PART.fullmatch(path.name)
     if split is None:
         return [path]
     name, n_parts = split.groups()
-    numbers = range(1, int(n_parts) + 1)
-    parts = [path.with_name(f"{name}-{number:05}-of-{n_parts}.gguf") for number in numbers]
-    return [part for part in parts if part == path or part.exists()]
+    names = [f"{name}-{number:05}-of-{n_parts}.gguf" for number in range(1, int(n_parts) + 1)]
+    if path.name not in names:
+        return [path]
+    try:
+        present = {path.name, *os.listdir(path.parent)}  # noqa: PTH208  # names, not paths
+    except OSError:
+        present = {path.name}
+    return [path.with_name(part) for part in names if part in present]
 
 
 def read_shapes(path: Path) -> Shapes:
@@ -91,6 +104,17 @@ def read_shapes(path: Path) -> Shapes:
     """
     found = [_read_tensors(part) for part in model_parts(path)]
     return {name: shape for tensors in found for name, (shape, *_) in tensors.items()}
+
+
+def read_types(path: Path) -> dict[str, int]:
+    """Return the `ggml_type` of each tensor of a file; of a damaged file, those that can be read.
+
+    Raises
+    ------
+    OSError
+        The file cannot be opened.
+    """
+    return {name: kind for name, (_, kind, _) in _read_tensors(path).items()}
 
 
 def read_sizes(path: Path) -> dict[str, int]:
@@ -143,11 +167,13 @@ def _read_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], int, int]]:
     with open_regular(path) as file:
         try:
             magic, version, n_tensors, n_values = _unpack(file, "4sIQQ")
-            if magic != b"GGUF" or version not in (2, 3) or n_tensors > MAX_TENSORS:
+            is_known = magic == b"GGUF" and version in (2, 3)
+            if not is_known or n_tensors > MAX_TENSORS or n_values > MAX_VALUES:
                 return tensors
+            n_texts = 0
             for _ in range(n_values):
                 _skip_text(file)
-                _skip_value(file, _unpack(file, "I")[0])
+                n_texts += _skip_value(file, _unpack(file, "I")[0], MAX_TEXTS - n_texts)
             for _ in range(n_tensors):
                 name = _text(file)
                 (n_dimensions,) = _unpack(file, "I")
@@ -166,18 +192,24 @@ def _skip_text(file: BinaryIO) -> None:
     _skip(file, n)
 
 
-def _skip_value(file: BinaryIO, kind: int) -> None:
+def _skip_value(file: BinaryIO, kind: int, n_texts_max: int) -> int:
+    """Skip a value, and return the number of texts in its list; raise `ValueError` for more than the limit."""
+    n_texts = 0
     if kind == _STRING:
         _skip_text(file)
     elif kind == _ARRAY:
         kind, n = _unpack(file, "IQ")
         if kind == _STRING:
+            if n > n_texts_max:
+                raise ValueError("too many texts")
             for _ in range(n):
                 _skip_text(file)
+            n_texts = n
         else:
             _skip(file, n * _size(kind))
     else:
         _skip(file, _size(kind))
+    return n_texts
 
 
 def _size(kind: int) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cllm.engine.llama.gguf_header import Shapes, read_header, read_shapes
+from cllm.engine.llama.gguf_header import Shapes, read_header, read_shapes, read_types
 from cllm.errors import ModelLoadError
 
 _SUFFIXES = (".lora_a", ".lora_b")
+# Numbers of `ggml_type`.  With a matrix of one of them llama.cpp loads the adapter, and the process ends at its first use.
+UNUSABLE = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 
 
 def check_lora_file(path: Path, model_path: Path) -> None:
@@ -23,6 +25,7 @@ def check_lora_file(path: Path, model_path: Path) -> None:
     try:
         lora, model = read_header(path), read_header(model_path)
         of_lora, of_model = read_shapes(path), read_shapes(model_path)
+        types = read_types(path)
     except OSError as error:
         raise ModelLoadError(str(path), error.strerror or str(error)) from None
     if (kind := lora.get("general.type")) != "adapter":
@@ -33,6 +36,10 @@ def check_lora_file(path: Path, model_path: Path) -> None:
     if architectures[0] != architectures[1]:
         reason = f"an adapter of a {architectures[0]} model; this one is {architectures[1]}"
         raise ModelLoadError(str(path), reason)
+    for name, number in types.items():
+        if number in UNUSABLE and name.endswith(_SUFFIXES):
+            reason = f"llama.cpp cannot multiply {name}, whose type is {UNUSABLE[number]}"
+            raise ModelLoadError(str(path), reason)
     if of_model and (reason := _misfit(of_lora, of_model)):
         raise ModelLoadError(str(path), f"an adapter of another model: {reason}")
 
@@ -49,6 +56,6 @@ def _misfit(lora: Shapes, model: Shapes) -> str:
         is_input = (suffix == "lora_a") != base.endswith("token_embd.weight")
         dimension = 0 if is_input else 1
         own = 1 if base.endswith("token_embd.weight") else dimension
-        if len(shape) != 2 or shape[own] != model[base][dimension]:
+        if len(model[base]) != 2 or len(shape) != 2 or shape[own] != model[base][dimension]:
             return f"{name} has the shape {shape}, {base} has {model[base]}"
     return ""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from cllm.bindings import (
     Context,
@@ -16,6 +16,7 @@ from cllm.bindings import (
     MtpContext,
     memory_needs,
 )
+from cllm.checks import INT32_MAX
 from cllm.engine.config import N_CTX, EngineConfig
 from cllm.engine.llama.devices import gpus_of, placement_of
 from cllm.engine.llama.gguf_header import read_header
@@ -194,16 +195,16 @@ def kv_layers(config: EngineConfig, *, is_windowed: bool = True) -> list[int]:
     prefix = known.get("general.architecture", "")
 
     def number(name: str, default: int = 0) -> int:
-        value = known.get(f"{prefix}.{name}")
-        return value if isinstance(value, int) else default
+        return _number(known.get(f"{prefix}.{name}"), default)
 
     n_layer, n_head = number("block_count"), number("attention.head_count")
     n_heads = known.get(f"{prefix}.attention.head_count_kv", n_head)
     # One number for all layers, or a list.
     if isinstance(n_heads, list):
-        heads = [*map(int, n_heads)]
+        heads = [*map(_number, n_heads)]
     else:  # of a damaged file, all layers at once
-        heads = [int(n_heads)] * n_layer if n_layer <= MAX_LAYERS else [n_layer * int(n_heads)]
+        each_layer = _number(n_heads, n_head)
+        heads = [each_layer] * n_layer if n_layer <= MAX_LAYERS else [n_layer * each_layer]
     head = number("embedding_length") // n_head if n_head else 0
     type_k, type_v = config.kv_types
     each = number("attention.key_length", head) * KV_BYTES.get(type_k, 1.0)
@@ -212,6 +213,12 @@ def kv_layers(config: EngineConfig, *, is_windowed: bool = True) -> list[int]:
     if is_windowed:
         n_cells = min(n_cells, number("attention.sliding_window", n_cells))
     return [int(n * each * n_cells) for n in heads]
+
+
+def _number(value: object, default: int = 0) -> int:
+    """Return a number of a header, which a damaged file may state as anything."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= INT32_MAX
+    return cast(int, value) if is_count else default
 
 
 def encoder_bytes(config: EngineConfig) -> int:
@@ -228,8 +235,7 @@ def encoder_bytes(config: EngineConfig) -> int:
         return 0
 
     def number(name: str) -> int:
-        value = known.get(f"clip.{name}")
-        return value if isinstance(value, int) else 0
+        return _number(known.get(f"clip.{name}"))
 
     def taken(kind: str, n_rows: int) -> int:
         each = ENCODER_BYTES * number(f"{kind}.embedding_length")
@@ -265,7 +271,7 @@ def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     if n_bytes <= n_allowed:
         return n_wanted, f"{n_wanted:,} tokens of context, {n_bytes / MIB:,.0f} MiB"
     step = N_STEP * n_shares
-    n_fitting = n_wanted * max(0, n_allowed) // n_bytes // step * step
+    n_fitting = n_wanted * max(0, n_allowed) // max(1, n_bytes) // step * step
     n_ctx = min(n_wanted, max(N_CTX, n_fitting))
     return n_ctx, (
         f"{n_ctx:,} tokens of context: {n_wanted:,} would take {n_bytes / MIB:,.0f} MiB, "
@@ -287,8 +293,7 @@ def n_trained(config: EngineConfig) -> int:
         known = read_header(path) if path.is_file() else {}
     except OSError:
         return 0
-    value = known.get(f"{known.get('general.architecture', '')}.context_length")
-    return value if isinstance(value, int) else 0
+    return _number(known.get(f"{known.get('general.architecture', '')}.context_length"))
 
 
 def _is_elsewhere(config: EngineConfig) -> bool:

@@ -191,7 +191,8 @@ def tune(
     NotTunedError
         Nothing was compared in this time.
     """
-    search = _Search(shares, open_measurer, clock, clock() + limit_s)
+    began = clock()
+    search = _Search(shares, open_measurer, clock, began + limit_s)
     chosen: Settings = {}
     comparisons: list[Comparison] = []
     reason = "the model is too slow, or other programs use the processors"
@@ -207,7 +208,9 @@ def tune(
         if best is not None:
             chosen = best.settings
     if not comparisons and any(candidates):
-        raise NotTunedError(f"no setting was compared in {limit_s:.0f} s: {reason}")
+        raise NotTunedError(
+            f"no setting was compared in {clock() - began:.0f} s of at most {limit_s:.0f}: {reason}"
+        )
     return Tuning(chosen, dict(shares), tuple(comparisons))
 
 

@@ -133,6 +133,7 @@ class EmbeddingCalls:
     ) -> list[Tokens]:
         """Return the prompt tokens of the query with each document, for a model that writes "yes" or "no"."""
         check_query(query, documents)
+        documents = tuple(documents)  # the caller may change its list while they are tokenized
         prompt = RankPrompt(template, self._check_serving())
         n_ctx = self._dispatcher.loaded().n_ctx
         check_length(query, n_ctx, "query")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cllm import Engine, memory, processors
+from cllm.checks import INT32_MAX
 from cllm.engine.config import EMBEDDED_MODEL, N_CTX, EngineConfig
+from cllm.engine.llama import gguf_header
 from cllm.engine.llama.gguf_header import read_header
 from cllm.engine.llama.memory import choose_n_ctx, kv_bytes
 from tests.conftest import QUIET
@@ -27,7 +30,7 @@ def test_the_kv_cache_of_plain_attention_is_known_from_the_file(name: str, type_
     assert kv_bytes(config) == n_numbers * size
 
 
-def header(**values: int | list[int] | str) -> bytes:
+def header(**values: float | list[int] | str) -> bytes:
     """The beginning of a GGUF file."""
 
     def text(value: str) -> bytes:
@@ -38,12 +41,15 @@ def header(**values: int | list[int] | str) -> bytes:
     for name, value in values.items():
         data += text(f"a.{name.replace('__', '.')}")
         match value:
+            case float():
+                data += struct.pack("<If", 6, value)
             case int():
-                data += struct.pack("<II", 4, value)
+                data += struct.pack("<IQ", 10, value % (1 << 64))
             case str():
                 data += struct.pack("<I", 8) + text(value)
             case _:
-                data += struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value)
+                numbers = [number % (1 << 64) for number in value]
+                data += struct.pack(f"<IIQ{len(value)}Q", 9, 10, len(value), *numbers)
     return data
 
 
@@ -68,6 +74,86 @@ def test_layers_count_with_what_they_keep(
     path = tmp_path / "model.gguf"
     path.write_bytes(header(**values))
     assert kv_bytes(EngineConfig(model=path, n_ctx=0)) == 2 * n_numbers
+
+
+@pytest.mark.parametrize("name", ["block_count", "embedding_length", "attention__head_count",
+    "attention__head_count_kv", "attention__key_length", "attention__sliding_window", "context_length"])  # fmt: skip
+@pytest.mark.parametrize(
+    "value", ["x", math.nan, math.inf, -math.inf, -1, (1 << 64) - 1, [-1, 5], []], ids=str
+)
+def test_a_number_of_a_header_that_is_none_is_no_error(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header(**{**PLAIN, name: value}))
+    for n_available in (None, 1, 1 << 40):
+        monkeypatch.setattr("cllm.engine.llama.memory.available_bytes", lambda n=n_available: n)
+        for n_ctx in ("auto", 0, 512):
+            config = EngineConfig(model=path, n_ctx=cast(Any, n_ctx))
+            assert kv_bytes(config if n_ctx != "auto" else EngineConfig(model=path, n_ctx=0)) >= 0
+            if n_ctx == "auto":
+                assert N_CTX <= choose_n_ctx(config)[0] <= INT32_MAX
+
+
+def test_a_model_without_heads_has_a_context_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header(**PLAIN, attention__head_count_kv=0) + bytes(1 << 16))
+    monkeypatch.setattr("cllm.engine.llama.memory.available_bytes", lambda: 1)
+    assert choose_n_ctx(EngineConfig(model=path, n_ctx="auto"))[0] == N_CTX
+
+
+def test_a_header_that_states_endless_values_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, n_read = tmp_path / "model.gguf", 0
+    unpack = gguf_header._unpack
+
+    def counted(file: Any, layout: str) -> Any:
+        nonlocal n_read
+        n_read += 1
+        return unpack(file, layout)
+
+    monkeypatch.setattr(gguf_header, "_unpack", counted)
+    many = 1 << 62
+    for data in (
+        b"GGUF" + struct.pack("<IQQ", 3, 1, many),
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q1sIIQ", 1, b"a", 9, 8, many),
+        b"GGUF" + struct.pack("<IQQ", 3, many, 0),
+    ):
+        path.write_bytes(data + bytes(1 << 22))
+        for read in (gguf_header.read_header, gguf_header.read_shapes, gguf_header.read_types):
+            n_read = 0
+            read(path)
+            assert n_read <= 4 * gguf_header.MAX_VALUES
+    lists = b"".join(
+        struct.pack("<Q8sIIQ", 8, b"%08d" % i, 9, 10, 1 << 16) + bytes(8 << 16) for i in range(64)
+    )
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 64) + lists)
+    n_kept = sum(len(cast(Any, value)) for value in gguf_header.read_header(path).values())
+    assert 8 * n_kept <= 2 * gguf_header.MAX_KEPT
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("m-00001-of-00002.gguf", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]),
+        ("m-00002-of-00002.gguf", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]),
+        ("m-00000-of-00002.gguf", ["m-00000-of-00002.gguf"]),
+        ("m-00003-of-00002.gguf", ["m-00003-of-00002.gguf"]),
+        ("m-٠٠٠٠١-of-٠٠٠٠٢.gguf", ["m-٠٠٠٠١-of-٠٠٠٠٢.gguf"]),
+        ("x-00001-of-99999.gguf", ["x-00001-of-99999.gguf"]),
+        ("m.gguf", ["m.gguf"]),
+    ],
+)
+def test_every_model_has_the_file_that_it_is_named_by(
+    name: str, parts: list[str], tmp_path: Path
+) -> None:
+    for each in {*parts, "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"}:
+        (tmp_path / each).write_bytes(b"")
+    assert gguf_header.model_parts(tmp_path / name) == [tmp_path / part for part in parts]
+    assert gguf_header.model_parts(tmp_path / "none" / name) == [tmp_path / "none" / name]
 
 
 def test_of_a_damaged_file_what_can_be_read_is_read(tmp_path: Path) -> None:
