@@ -14,6 +14,7 @@ from cllm import CllmError, __version__
 from cllm.checks import closest
 from cllm.cli.habits import as_spelt_here, hint_for_command
 from cllm.cli.imports import importing
+from cllm.cli.texts import in_words
 from cllm.removed import replacement
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -107,6 +108,8 @@ def run() -> int:
             print(f"cllm: {error}", file=sys.stderr)
             return EXIT_FAILED
         if hasattr(error, "format_message"):  # click's own: wrong usage
+            if isinstance(error, typer.BadParameter):
+                error.message = in_words(error)
             hint = replacement(getattr(error, "option_name", "")) or _hint(sys.argv[1:2])
             text = f"{error.format_message()} {hint and f'Instead: {hint}.'}".strip()
             print(f"cllm: {text}", file=sys.stderr)

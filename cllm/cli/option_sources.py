@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from cllm.checks import closest
+from cllm.cli.texts import in_words
 from cllm.removed import replacement
 
 PREFIX = "CLLM_"
@@ -84,6 +85,9 @@ def _of_file(context: typer.Context, path: Path) -> Values:
     for key, value in _read(path).items():
         parameter = known.get(key.replace("-", "_"))
         if parameter is None:
+            option = f"--{key.replace('_', '-')}"
+            if option not in NOT_FROM_SOURCES and _variable_of(option) in _variables_of_all():
+                continue  # of another command, which may have the same file
             near = closest(key.replace("-", "_"), known)
             hint = "" if near is None else f"; did you mean {near}?"
             if instead := replacement(key):
@@ -138,13 +142,16 @@ def _misspelt(command: Any, environment: Mapping[str, str]) -> list[tuple[str, s
             meant = closest(name, (each.removeprefix(PREFIX) for each in known))
             if meant is not None and meant[0] == name[:1] and abs(len(meant) - len(name)) <= 1:
                 found.append((variable, PREFIX + meant))
-    if not found:
-        return []
-    from cllm.cli.app import command_line  # imports all commands, so only after a mistake
+    everywhere = _variables_of_all() if found else set()
+    return [each for each in found if each[0] not in everywhere]
+
+
+def _variables_of_all() -> set[str]:
+    """Return the variables of the options of all commands; imports them, so it is called after a mistake alone."""
+    from cllm.cli.app import command_line
 
     commands = vars(typer.main.get_command(command_line()))["commands"].values()
-    everywhere = set().union(*map(_variables, commands))
-    return [each for each in found if each[0] not in everywhere]
+    return set().union(*map(_variables, commands))
 
 
 def _variable_of(name: str) -> str:
@@ -170,7 +177,7 @@ def _is_set(environment: Mapping[str, str], variable: str) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError as error:  # no UTF-8, no TOML
@@ -180,6 +187,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _typed(value: Any, parameter: Any) -> Any:
     """Return a TOML value in the form of the command line: bool for a flag, otherwise text or texts."""
+    if _is_auto(value, parameter):
+        return None
     if parameter.is_flag:
         if not isinstance(value, bool):
             raise typer.BadParameter(f"it is of type {type(value).__name__}, must be true or false")
@@ -194,8 +203,15 @@ def _typed(value: Any, parameter: Any) -> Any:
     return list(map(str, values)) if parameter.multiple else str(value)
 
 
-def _split(text: str, parameter: Any) -> str | list[str]:
+def _is_auto(value: Any, parameter: Any) -> bool:
+    """Return True for "auto" of a switch, such as `--flash-attn`: it has its default."""
+    return bool(parameter.is_flag) and parameter.default is None and value == "auto"
+
+
+def _split(text: str, parameter: Any) -> str | list[str] | None:
     """Return the text of a variable; that of a repeatable option is split at line breaks, or else at commas."""
+    if _is_auto(text, parameter):
+        return None
     if not parameter.multiple:
         return text
     return [value for value in text.split("\n" if "\n" in text else ",") if value]
@@ -217,5 +233,5 @@ def _value(
         typed = read(value, parameter)
         parameter.process_value(context, typed)
     except typer.BadParameter as error:
-        raise typer.BadParameter(error.message, param_hint=where) from None
+        raise typer.BadParameter(in_words(error), param_hint=where) from None
     return typed

@@ -33,7 +33,7 @@ import typer
 from cllm import EngineConfig, EngineOptions, InvalidArgumentError, SamplingParams
 from cllm.cli.habits import hint_for_model
 from cllm.cli.option_sources import config_file
-from cllm.cli.texts import decoded
+from cllm.cli.texts import decoded, without_bom
 from cllm.engine.config import AUTO, LoraSetting
 from cllm.errors import InvalidRequestError
 from cllm.hub.download import find_model, find_projector
@@ -470,7 +470,7 @@ def text_or_file(given: str, option: str | None = None) -> str:
         return given
     path = Path(given[1:])
     try:
-        return decoded(path.read_bytes(), "its line {}".format)
+        return decoded(without_bom(path.read_bytes()), "its line {}".format)
     except OSError as error:
         problem = error.strerror or str(error)
     except InvalidRequestError as error:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cllm
-from cllm.cli.texts import decoded
+from cllm.cli.texts import decoded, without_bom
 
 BOLD, DIM, RED = "1", "2", "31"
 
@@ -177,6 +177,7 @@ async def input_lines() -> AsyncIterator[InputLine]:
             lines, rest = [rest], b""
         for line in lines:
             number += 1
+            line = without_bom(line) if number == 1 else line
             yield InputLine(number, line.removesuffix(b"\r").decode("utf-8", "surrogateescape"))
         if not chunk:
             return

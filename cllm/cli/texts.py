@@ -1,10 +1,27 @@
-"""Texts from files and from standard input."""
+"""Texts from files and from standard input, and the text of an error about an option."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 
+import typer
+
 from cllm import InvalidRequestError
+
+# What an option's value must be, by the type of pydantic's error.
+LIMITS = {
+    "int_parsing": "an integer", "int_from_float": "an integer", "int_type": "an integer",
+    "float_parsing": "a number", "float_type": "a number", "finite_number": "a finite number",
+    "bool_parsing": "on or off", "bool_type": "on or off",
+    "greater_than_equal": "at least {ge}", "less_than_equal": "at most {le}",
+    "greater_than": "more than {gt}", "less_than": "less than {lt}",
+}  # fmt: skip
+
+
+def without_bom(data: bytes) -> bytes:
+    """Return the bytes of a text without the mark at its beginning that editors on Windows write."""
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def decoded(data: bytes, source: Callable[[int], str]) -> str:
@@ -26,3 +43,15 @@ def decoded(data: bytes, source: Callable[[int], str]) -> str:
         number = data.count(b"\n", 0, error.start) + 1
         wrong = data[error.start : error.start + 1]
         raise InvalidRequestError(source(number), wrong, "UTF-8") from None
+
+
+def in_words(error: typer.BadParameter) -> str:
+    """Return what is wrong with a value; typer has pydantic check the types of options, and repeats its words."""
+    report = getattr(error.__cause__, "errors", None)
+    if report is None:
+        return error.message
+    first = report()[0]
+    limit = LIMITS.get(first["type"])
+    if limit is None:
+        return error.message
+    return f"it is {first['input']!r}, must be {limit.format(**first.get('ctx', {}))}"

@@ -654,7 +654,7 @@ class EngineConfig:
                 text = file.read(MAX_TEMPLATE_BYTES + 1)
             if len(text) > MAX_TEMPLATE_BYTES:
                 raise ValueError(f"it has more than {MAX_TEMPLATE_BYTES} bytes")
-            return text.decode()
+            return text.decode("utf-8-sig")
         except (OSError, ValueError) as error:
             limit = f"Jinja, or a file with it ({error})"
             raise InvalidArgumentError("chat_template", str(given), limit) from None

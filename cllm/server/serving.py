@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import signal
 import socket
 import ssl
@@ -69,8 +70,8 @@ class Server(uvicorn.Server):
                     )
                 ),
                 backlog=N_AT_ONCE,
-                timeout_keep_alive=int(config.keep_alive_s),
-                timeout_graceful_shutdown=int(config.drain_timeout_s) + MARGIN_S,
+                timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # a fraction too
+                timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + MARGIN_S,
                 lifespan="on",
                 ws="none",
                 log_config=None,
@@ -175,6 +176,8 @@ def _listen_on_path(path: str) -> socket.socket:
     """Return a listening Unix socket; the file of a server that has ended is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if Path(path).exists() and not Path(path).is_socket():
+            raise FileExistsError(errno.EEXIST, "it is no socket")
         if Path(path).is_socket():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
                 if other.connect_ex(path) == errno.ECONNREFUSED:

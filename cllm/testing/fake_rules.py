@@ -133,7 +133,7 @@ class FakeRules:
             The file cannot be read, a rule in it is invalid, or it is YAML and PyYAML is not installed.
         """
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             if path.suffix == ".toml":
                 return cls.of(tomllib.loads(text))
             if path.suffix == ".json":

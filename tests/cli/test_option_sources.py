@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import typer
 from cllm import EngineConfig
 from cllm.cli import option_sources
 from cllm.cli.app import command_line, run
+from cllm.cli.options import text_or_file
 from cllm.server import serving
 from cllm.server.config import ServerConfig
+from cllm.server.http.api_keys import read_keys
 from cllm.server.operation import logs
 from tests.cli.test_app import COMMANDS
 
@@ -108,6 +112,60 @@ def test_what_a_file_cannot_say_is_said_with_its_name(
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
     assert str(path) in said
+    assert not served
+
+
+def test_commands_may_share_a_file_that_has_options_of_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.toml"
+    monkeypatch.setenv("CLLM_CONFIG", str(path))
+    monkeypatch.setattr(sys, "argv", ["cllm", "generate", "1+1="])
+    path.write_text("port = 9\nmodel-name = 'small'\nmax-tokens = 0\n")
+    assert run() == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith("max-tokens: max_tokens is 0, must be 1 to 2147483647")
+
+
+@pytest.mark.parametrize("name", ["c.toml", "keys.toml", "schema.json", "template.jinja"])
+def test_the_mark_that_editors_on_windows_write_before_a_text_is_no_part_of_it(
+    name: str, tmp_path: Path
+) -> None:
+    texts = {
+        "c.toml": "n-ctx = 512\n", "keys.toml": '[a]\nkey = "k"\n', "schema.json": '{"type": "null"}',
+        "template.jinja": "{{ messages[0].content }}",
+    }  # fmt: skip
+    path = tmp_path / name
+    path.write_bytes(codecs.BOM_UTF8 + texts[name].encode())
+    readers: dict[str, Callable[[], Any]] = {
+        "c.toml": lambda: option_sources._read(path), "keys.toml": lambda: [*read_keys(path)],
+        "schema.json": lambda: text_or_file(f"@{path}"),
+        "template.jinja": lambda: EngineConfig(chat_template=path).read_chat_template(),
+    }  # fmt: skip
+    assert readers[name]() == {"c.toml": {"n-ctx": 512}, "keys.toml": ["a"]}.get(name, texts[name])
+
+
+@pytest.mark.parametrize(
+    ("typed", "variable", "told"),
+    [
+        (["-c", "1", "-np", "many"], "", "it is 'many', must be an integer"),
+        (["--drain-timeout", "soon"], "", "it is 'soon', must be a number"),
+        ([], "CLLM_N_SEQ_MAX=1.5", "CLLM_N_SEQ_MAX: it is '1.5', must be an integer"),
+        ([], "CLLM_PREFIX_CACHE=maybe", "CLLM_PREFIX_CACHE: it is 'maybe', must be on or off"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_the_limit(
+    typed: list[str],
+    variable: str,
+    told: str,
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if variable:
+        monkeypatch.setenv(*variable.split("=", 1))
+    assert serve(*typed) == 2
+    assert told in capsys.readouterr().err
     assert not served
 
 

@@ -24,7 +24,7 @@ from cllm.cli.options import (
 from cllm.server import ServerConfig, serving
 from cllm.server.http import api_keys
 from cllm.server.operation import logs
-from cllm.settings import KEY, Setting, descriptions, settings_of
+from cllm.settings import KEY, Setting, boolean, descriptions, settings_of
 
 KINDS: tuple[type[Flags], ...] = (EngineFlags, ServerFlags, SamplingFlags)
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -241,6 +241,35 @@ def test_an_empty_option_of_text_means_none_also_where_another_value_is_the_defa
     for name in optional:
         assert isinstance(getattr(default, name), str)
         assert getattr(engine, name) is None
+
+
+def test_a_switch_of_three_states_takes_auto_from_the_environment_and_from_a_file(
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    switches = [
+        field
+        for field in fields(EngineConfig)
+        if field.metadata[KEY].is_optional and field.metadata[KEY].check is boolean
+    ]
+    assert "flash_attn" in {field.name for field in switches}
+    path = tmp_path / "a.toml"
+    monkeypatch.setattr(sys, "argv", ["cllm", "serve", "--config", str(path)])
+    for field in switches:
+        variable = f"CLLM_{field.name.upper()}"
+        for of_file, of_environment, made in [
+            ("'auto'", "", None), ("false", "", False), ("false", "auto", None), ("'auto'", "off", False),
+        ]:  # fmt: skip
+            path.write_text(f"{field.name} = {of_file}")
+            monkeypatch.setenv(variable, of_environment)
+            assert run() == 0, capsys.readouterr().err
+            assert getattr(served.pop()[0], field.name) is made
+        monkeypatch.delenv(variable)
+    path.write_text("flash-attn = 'perhaps'\n")
+    assert run() == 2
+    assert "flash-attn: it is of type str, must be true or false" in capsys.readouterr().err
 
 
 def test_an_error_about_a_secret_leaves_the_value_out() -> None:

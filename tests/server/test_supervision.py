@@ -50,8 +50,9 @@ def test_a_socket_in_use_and_a_file_are_left_alone(tmp_path: Path) -> None:
         listen(ServerConfig(uds=str(path)))
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(OSError, match="in use"):
-        listen(ServerConfig(uds=str(file)))
+    for taken in (file, tmp_path):
+        with pytest.raises(OSError, match="no socket"):
+            listen(ServerConfig(uds=str(taken)))
     assert file.read_text() == "mine"
 
 
@@ -81,6 +82,21 @@ def test_a_certificate_makes_it_https(tmp_path: Path, certificate: tuple[Path, P
                 "POST", "/generate", json={"prompt": "1+1=", "stream": True}
             ) as said:
                 assert b"data: [DONE]" in said.read()
+
+
+@pytest.mark.full
+def test_a_client_that_keeps_its_connection_open_does_not_delay_the_end_of_a_server_with_tls(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    cert, key = map(str, certificate)
+    context = ssl.create_default_context(cafile=cert)
+    with (
+        Server(tmp_path / "log", "--ssl-certfile", cert, "--ssl-keyfile", key) as server,
+        httpx.Client(base_url=server.url, verify=context) as client,
+    ):
+        wait_until(lambda: client.get("/readyz").status_code == 200, "the model")
+        server.process.terminate()
+        assert server.process.wait(25) == 0  # asyncio waits 30 s for the client's end of TLS
 
 
 def test_a_certificate_that_cannot_be_used_is_rejected(

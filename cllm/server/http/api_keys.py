@@ -256,7 +256,7 @@ def read_keys(path: Path) -> dict[str, tuple[str, KeyLimits]]:
         See `KeyRing`.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or error
         raise InvalidArgumentError("api_keys", str(path), f"a file of TOML ({problem})") from None
