@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import anyio
 from starlette.requests import Request
 
-from cllm import Engine, EngineConfig, SamplingParams, SlotInfo
+from cllm import DeadlineError, Engine, EngineConfig, SamplingParams, SlotInfo
 from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
 from cllm.server.http.fetching import ImageFetcher, Network
@@ -25,6 +25,8 @@ from cllm.server.operation.tracing import Tracing
 from cllm.server.operation.usage import Access
 
 logger: logging.Logger = logging.getLogger("cllm.server")
+
+N_BYTES_TOKEN = 4  # of text, about
 
 
 class Served(NamedTuple):
@@ -211,6 +213,20 @@ def note_tokens(request: Request, n_tokens: int) -> None:
     access: Access | None = request.scope["state"].get("access")
     if access is not None:
         access.model, access.n_prompt = state_of(request).model_name, access.n_prompt + n_tokens
+
+
+@contextmanager
+def counting_if_given_up(request: Request, texts: Iterable[str | Sequence[int]]) -> Iterator[None]:
+    """Count tokens of the request if its client leaves, or its deadline passes, while its texts are computed.
+
+    How many of them were computed is unknown: four bytes of text count as one token.
+    """
+    try:
+        yield
+    except (DeadlineError, anyio.get_cancelled_exc_class()):
+        about = (len(t.encode()) // N_BYTES_TOKEN if isinstance(t, str) else len(t) for t in texts)
+        note_tokens(request, sum(about))
+        raise
 
 
 def visible_slots(request: Request, slots: Iterable[SlotInfo]) -> list[SlotInfo]:

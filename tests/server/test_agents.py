@@ -207,10 +207,10 @@ async def test_a_message_goes_on_from_its_blocks_and_leaves_out_what_changes_eac
         (
             "/v1/messages",
             {"max_tokens": 5, "messages": [ASK], "tools": [{}]},
-            "tools[0].function.name",
+            "tools[0].name",
         ),
         ("/v1/responses", {}, "input"),
-        ("/v1/responses", {"input": "x", "tools": [{"type": "custom"}]}, "tools[0].function.name"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "custom"}]}, "tools[0].name"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "namespace"}]}, "tools[0]"),
         ("/v1/responses", {"input": "x", "tools": [3]}, "tools"),
         (
@@ -455,7 +455,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     (
         "/v1/messages",
         {"messages": [*USED, {"role": "user", "content": [{**BLOCKS, "tool_use_id": {}}]}]},
-        "messages[2].tool_use_id",
+        "messages[2].content[0].tool_use_id",
     ),
     ("/v1/messages", {"messages": [ASK], "tool_choice": {"type": []}}, "tool_choice.type"),
     ("/v1/messages", {"messages": [], "system": "Be brief."}, "messages"),

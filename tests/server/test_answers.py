@@ -7,12 +7,16 @@ import logging
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
-from cllm import ClosedError, QueueFullError
+from cllm import ClosedError, Engine, QueueFullError
 from cllm.server import create_app
 from cllm.server.answers import answer
-from cllm.testing import FakeEngine
+from cllm.server.http.problems import Problem
+from cllm.server.http.replies import Reply, Writer
+from cllm.testing import FakeAnswer, FakeEngine
+from tests.conftest import QUIET
 from tests.server.conftest import client_of
 
 pytestmark = pytest.mark.anyio
@@ -90,3 +94,174 @@ async def test_a_client_that_has_left_is_no_error_and_is_sent_nothing_more(
             await app(scope, receive, send)
     assert sent == ["http.response.start", "http.response.body"]
     assert not caplog.records
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/api/chat", "/api/generate"])
+async def test_no_text_of_an_answer_ends_a_line_of_its_stream(path: str) -> None:
+    """`httpx.Response.iter_lines`, with which many clients read streams, knows more line ends than "\\n"."""
+    said = "a\u2028b\x85c\u2029d\ré"
+    body = {
+        **ROUTES.get(path, {"model": "fake", "messages": ASK, "prompt": "1+1="}),
+        "stream": True,
+    }
+    if path == "/v1/messages":
+        body["max_tokens"] = 99
+    if path == "/api/chat":
+        del body["prompt"]
+    elif path == "/api/generate":
+        del body["messages"]
+    async with FakeEngine(lambda _: said) as engine, client_of(engine) as client:
+        text = (await client.post(path, json=body)).text
+    found = ""
+    for line in httpx.Response(200, text=text).iter_lines():
+        data = line.removeprefix("data: ")
+        if data and data != "[DONE]" and not data.startswith(("event:", ":")):
+            found += json.dumps(json.loads(data), ensure_ascii=False)
+    assert all(character in found for character in "\u2028\x85\u2029é")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "1+1=", "max_tokens": 0}),
+        ("/v1/completions", {"prompt": "1+1=", "max_tokens": 0, "echo": True}),
+        ("/v1/messages", {"messages": ASK, "max_tokens": 0}),
+        ("/completion", {"prompt": "1+1=", "n_predict": 0}),
+        ("/completion", {"prompt": "1+1=", "max_tokens": 0}),
+    ],
+    ids=str,
+)
+async def test_a_request_without_output_computes_its_prompt_alone(
+    path: str, body: dict[str, Any], is_streamed: bool
+) -> None:
+    answer = FakeAnswer("secret", "thought", [("call", {})])
+    async with FakeEngine(lambda _: answer) as engine, client_of(engine) as client:
+        said = await client.post(path, json={**body, "stream": is_streamed})
+        assert engine.statistics().n_prefill_tokens >= len("1+1=")
+    assert said.status_code == 200, said.text
+    assert "secret" not in said.text
+    assert "thought" not in said.text
+    assert ("1+1=" in said.text) == bool(body.get("echo") or path == "/completion")
+    if not is_streamed:
+        told = said.json()
+        usage = told.get("usage", {})
+        names = ("completion_tokens", "output_tokens")
+        counted = [told.get("tokens_predicted"), *(usage.get(name) for name in names)]
+        assert [n for n in counted if n is not None] == [0]
+    ends = {
+        "/v1/completions": '"finish_reason":"length"', "/completion": '"stop_type":"limit"',
+        "/v1/messages": '"stop_reason":"max_tokens"',
+    }  # fmt: skip
+    assert ends[path] in said.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (path, {**ROUTES[path], "response_format": form}, field)
+        for path in ("/v1/chat/completions", "/v1/completions")
+        for form, field in (
+            ({"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}, "strict": True}},
+             "response_format.json_schema.schema"),
+            ({"type": "json_schema", "schema": {"$ref": "#/x"}}, "response_format.schema"),
+            ({"type": "json_object", "schema": {"$ref": "#/x"}}, "response_format.schema"),
+        )
+    ]
+    + [
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "a",
+         "schema": {"$ref": "#/x"}}}}, "text.format.schema"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.json_schema.schema"),
+        ("/v1/responses", {"input": "x", "text": {"format": 5}}, "text.format"),
+        ("/v1/messages", {**ROUTES["/v1/messages"], "output_config": {"format": {"type": "json_schema",
+         "schema": {"$ref": "#/x"}}}}, "output_config.format.schema"),
+        ("/v1/messages", {**ROUTES["/v1/messages"], "output_format": {"type": "json_schema",
+         "schema": {"$ref": "#/x"}}}, "output_format.schema"),
+        ("/v1/messages", {**ROUTES["/v1/messages"], "thinking": {"type": "bogus"}}, "thinking.type"),
+        ("/v1/messages", {**ROUTES["/v1/messages"], "tools": [
+            {"type": "web_search_20250305", "name": "w"}, {"name": "f", "input_schema": 5}]}, "tools[1].input_schema"),
+        ("/v1/responses", {"input": "x", "tools": [
+            {"type": "web_search"}, {"type": "function", "name": "f", "parameters": 5}]}, "tools[1].parameters"),
+        ("/v1/chat/completions", {"messages": ASK, "tools": [
+            {"type": "web_search"}, {"type": "function", "function": {"name": "f", "parameters": 5}}]},
+         "tools[1].function.parameters"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_an_error_names_the_field_that_the_client_has_sent(
+    path: str, body: dict[str, Any], field: str
+) -> None:
+    async with Engine(n_ctx=512, n_seq_max=2, **QUIET) as engine, client_of(engine) as client:
+        for is_streamed in (False, True):
+            said = await client.post(path, json={**body, "stream": is_streamed})
+            assert (said.status_code, said.json()["error"]["param"]) == (400, field), said.text
+
+
+async def test_a_message_that_fills_the_context_says_so() -> None:
+    async with FakeEngine(lambda _: "x" * 500, n_ctx=128) as engine, client_of(engine) as client:
+        body = {"messages": ASK, "max_tokens": 400}
+        said = (await client.post("/v1/messages", json=body)).json()
+    assert said["stop_reason"] == "model_context_window_exceeded"
+
+
+async def test_models_have_the_fields_of_anthropics_list_too() -> None:
+    async with FakeEngine() as engine, client_of(engine) as client:
+        told = (await client.get("/v1/models")).json()
+    (model,) = told["data"]
+    assert (model["type"], model["display_name"]) == ("model", model["id"])
+    assert model["created_at"].endswith("Z")
+    assert (told["first_id"], told["last_id"], told["has_more"]) == (model["id"],) * 2 + (False,)
+
+
+async def test_as_many_outputs_as_candidates_are_no_other_request() -> None:
+    async with FakeEngine(lambda _: "2") as engine, client_of(engine) as client:
+        for fields in ({"best_of": 1}, {"n": 2, "best_of": 2}):
+            said = await client.post("/v1/completions", json={"prompt": "a", **fields})
+            assert len(said.json()["choices"]) == fields.get("n", 1)
+        said = await client.post("/v1/completions", json={"prompt": "a", "n": 1, "best_of": 2})
+        assert said.json()["error"]["param"] == "best_of"
+
+
+async def test_a_call_in_the_older_form_is_a_call() -> None:
+    prompts: list[str] = []
+
+    def answering(prompt: str) -> str:
+        prompts.append(prompt)
+        return "ok"
+
+    messages = [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "look", "arguments": "{}"},
+        },
+        {"role": "function", "name": "look", "content": "found"},
+    ]
+    async with FakeEngine(answering) as engine, client_of(engine) as client:
+        said = await client.post("/v1/chat/completions", json={"messages": messages})
+        assert said.status_code == 200, said.text
+    assert "look" in prompts[0]
+    assert "found" in prompts[0]
+
+
+async def test_a_stream_ends_quietly_when_the_rest_of_its_body_is_late() -> None:
+    """The task that waits for the client reads the rest of the body, and may find it late."""
+    sent: list[Any] = []
+    late = anyio.Event()
+
+    async def produce(writer: Writer) -> None:
+        await writer.event({"frame": 1})
+        late.set()
+        await anyio.sleep_forever()
+
+    async def receive() -> dict[str, Any]:
+        await late.wait()
+        raise Problem(408, "the body is late")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await Reply(produce)({"type": "http", "path": "/live", "headers": []}, receive, send)
+    assert b"the body is late" in b"".join(each.get("body", b"") for each in sent)
+    assert sent[-1]["more_body"] is False

@@ -334,6 +334,29 @@ async def test_a_scored_prompt_counts(file: Path) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/embeddings", "/embedding", "/generate/score", "/api/embed"],
+)
+async def test_texts_that_were_computed_in_vain_count(file: Path, path: str) -> None:
+    texts = ["some text of some length"] * 4
+    bodies: dict[str, dict[str, Any]] = {
+        "/embedding": {"content": texts},
+        "/generate/score": {"prompt": texts[0], "continuation": texts[1]},
+        "/api/embed": {"model": "m", "input": texts},
+    }
+    async with served(file, api_key="whole") as (client, _):
+        body = {**bodies.get(path, {"input": texts}), "timeout": 0.0}
+        said = await client.post(path, json=body, headers=bearer("b"))
+        assert said.status_code == 408, said.text
+        text = (await client.get("/metrics", headers=bearer("whole"))).text
+    tokens = {
+        (labels["key"], labels["kind"]): n for labels, n in samples(text, "cllm_key_tokens_total")
+    }
+    assert tokens["bob", "prompt"] >= len(texts[0]) // 4
+
+
+@pytest.mark.anyio
 async def test_what_is_only_looked_at_is_not_limited(file: Path) -> None:
     async with served(file) as (client, _):
         for _ in range(5):

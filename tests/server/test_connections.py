@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import socket
@@ -9,17 +10,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
 
-from cllm.server.http import connections
+from cllm.server.http import connections, protocol
 from cllm.server.http.connections import (
     N_DEFAULT,
     N_MIN,
     Connections,
     n_connections_max,
 )
+from cllm.server.http.protocol import LingeringTransport
 from cllm.system import raise_descriptor_limit
 from tests.conftest import some_in_fast
 from tests.server.conftest import COMMAND, ENDLESS, QUIET_OPTIONS, Server, running
@@ -52,6 +55,52 @@ def test_none_that_works_is_closed_for_another() -> None:
     all_of_them.discard(kept[0])
     assert all_of_them.add(kept[2])
     assert not any(each.is_closed for each in kept)
+
+
+class Wire:
+    """A transport that notes what is done to it."""
+
+    def __init__(self, *, is_tls: bool, n_unsent: int = 0) -> None:
+        self.is_tls, self.n_unsent = is_tls, n_unsent
+        self.done: list[str] = []
+
+    def get_extra_info(self, name: str) -> object:
+        return self if name == "ssl_object" and self.is_tls else None
+
+    def get_write_buffer_size(self) -> int:
+        return self.n_unsent
+
+    def is_closing(self) -> bool:
+        return bool(self.done)
+
+    def close(self) -> None:
+        self.done.append("close")
+
+    def abort(self) -> None:
+        self.done.append("abort")
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_a_client_of_tls_keeps_its_connection_open_no_longer_than_others(
+    is_tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.0)
+
+    async def close() -> None:
+        idle, closed = Wire(is_tls=is_tls), Wire(is_tls=is_tls, n_unsent=9)
+        wires = [LingeringTransport(cast(Any, each), lambda: False) for each in (idle, closed)]
+        wires[0].end()
+        wires[1].close()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert idle.done == (["abort"] if is_tls else ["close"])
+        assert closed.done == ["close"]  # the client may still read
+        closed.n_unsent = 0
+        while is_tls and len(closed.done) < 2:
+            await asyncio.sleep(0)
+        assert closed.done == (["close", "abort"] if is_tls else ["close"])
+
+    asyncio.run(close())
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 
@@ -15,6 +17,8 @@ from cllm.server.http.replies import DONE, Event, Reply, Writer
 from cllm.server.state import ServerState
 
 logger: logging.Logger = logging.getLogger("cllm.server")
+
+Answer = TypeVar("Answer", TokenDelta, Completion)
 
 
 class AnswerForm(ABC):
@@ -32,6 +36,8 @@ class AnswerForm(ABC):
         True if a stream is lines of JSON, and not server-sent events.
     is_plain : bool
         True if a whole answer is plain text, and not JSON.
+    is_prompt_only : bool
+        True if the request computes its prompt alone: the token that the engine samples is left out.
     """
 
     prompt_field = "prompt"
@@ -39,6 +45,7 @@ class AnswerForm(ABC):
     reads_deltas = False
     has_lines = False
     is_plain = False
+    is_prompt_only = False
 
     def begin(self) -> Iterable[Event]:
         """Return the first events, unless they have been sent."""
@@ -114,6 +121,8 @@ def answer(
         expired: list[tuple[int, TokenDelta]] = []
 
         async def on_delta(index: int, delta: TokenDelta) -> None:
+            if form.is_prompt_only:
+                delta = _without_output(delta)
             if delta.token_ids:
                 has_tokens.add(index)
             if delta.finish_reason is FinishReason.DEADLINE and index not in has_tokens:
@@ -144,6 +153,10 @@ def answer(
         form.check(done)
         for index, delta in expired:
             await send(index, delta)
+        if form.is_prompt_only:
+            done = [
+                replace(_without_output(one), usage=replace(one.usage, n_output=0)) for one in done
+            ]
         await form.look_up(engine, done)
         return done
 
@@ -178,3 +191,13 @@ def answer(
 
     interval_s = state.config.ping_interval_s
     return Reply(produce, interval_s, form.ping, has_lines=form.has_lines)
+
+
+def _without_output(one: Answer) -> Answer:
+    """Return a delta or a completion without its token; its reason is that of an output of no tokens."""
+    changes: dict[str, Any] = {"text": "", "token_ids": (), "reasoning": "", "tool_calls": ()}
+    if one.logprobs is not None:
+        changes["logprobs"] = ()
+    if one.finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
+        changes |= {"finish_reason": FinishReason.LENGTH, "stop_reason": "max_tokens"}
+    return replace(one, **changes)

@@ -47,7 +47,10 @@ class ChatCall:
     fields : sequence of str
         Field of the body that each message comes from, for errors; empty: `messages[i]`.
     names : mapping
-        The client's names of other fields, and of fields of a message (`.tool_call_id`), for errors.
+        The client's names of other fields, and of fields of a message (`.tool_call_id`) or a tool (`.parameters`),
+        for errors.
+    tools : ClientTools, optional
+        The tools of `options`, which know the fields that they come from.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -56,6 +59,7 @@ class ChatCall:
     scheduling: Mapping[str, Any] = field(default_factory=dict)
     fields: Sequence[str] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    tools: ClientTools | None = None
 
     async def with_images(self, fetcher: ImageFetcher) -> ChatCall:
         """Return the call with the images at addresses that its messages name; see `ImageFetcher`."""
@@ -66,18 +70,20 @@ class ChatCall:
 
     def problem_of(self, error: Exception) -> Problem:
         """Return the error response for an exception, with the field names that the client knows."""
-        if isinstance(error, InvalidRequestError):
-            error = self._as_said(error)
-        return problem_of(error)
+        return problem_of(error, self._name_of)
 
-    def _as_said(self, error: InvalidRequestError) -> InvalidRequestError:
-        match = re.match(r"messages\[(\d+)\]", error.field)
-        if match is not None and int(match[1]) < len(self.fields):
-            rest = error.field[match.end() :]
-            name = self.fields[int(match[1])] + self.names.get(rest, rest)
-        else:
-            name = self.names.get(error.field, error.field)
-        return type(error)(name, error.value, error.limit)
+    def _name_of(self, field: str) -> str:
+        """Return the client's name of a field of the engine."""
+        if match := re.match(r"(messages|tools)\[(\d+)\](\.function)?", field):
+            number, rest = int(match[2]), field[match.end() :]
+            rest = self.names.get(rest, rest)
+            if match[1] == "messages" and number < len(self.fields):
+                return self.fields[number] + rest
+            functions = self.options.get("tools") or ()
+            if match[1] == "tools" and self.tools is not None and number < len(functions):
+                place = self.tools.field_of(functions[number])
+                return (place if match[3] else place.removesuffix(".function")) + rest
+        return self.names.get(field, field)
 
     def streams(self, engine: Engine, request_id: str, n: int = 1) -> list[TokenStream]:
         """Return the streams of `n` answers, not submitted yet."""

@@ -203,6 +203,7 @@ class ClientTools:
     """
 
     functions: list[dict[str, Any]] = field(default_factory=list)
+    _fields: list[str] = field(default_factory=list)  # of the body, one for each of `functions`
     _known: dict[str, ClientTool] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)  # in `functions`, by name
 
@@ -262,9 +263,10 @@ class ClientTools:
         place = self._places.setdefault(shown.flat_name, len(self.functions))
         # A tool of the input was found again: its last definition counts.
         if place < len(self.functions) and where.startswith("input"):
-            self.functions[place] = made
+            self.functions[place], self._fields[place] = made, where
         else:
             self.functions.append(made)
+            self._fields.append(f"{where}.{kind}" if said is inner else where)
         self._known[shown.flat_name] = shown
         return True
 
@@ -295,6 +297,15 @@ class ClientTools:
                 log_once(logger, LEFT_OUT, kind)
                 continue
             self.functions.append({"type": "function", "function": function})
+            self._fields.append(f"tools[{i}]")
+
+    def field_of(self, function: object) -> str:
+        """Return the field of the body that one of `functions` comes from, such as `tools[1].function`."""
+        return next(
+            place
+            for place, known in zip(self._fields, self.functions, strict=True)
+            if known is function
+        )
 
     def known(self, name: str) -> ClientTool:
         """Return the tool that the model calls by this name; a plain function for an unknown name."""
@@ -408,11 +419,17 @@ def text_input_of(arguments: str) -> str:
 
 
 def messages_of(messages: Sequence[Any]) -> list[Any]:
-    """Return the messages of a chat with calls of custom tools turned into calls of functions."""
+    """Return the messages of a chat with calls of custom tools turned into calls of functions.
+
+    So is the one call of a message in OpenAI's older form, `function_call`.
+    """
     tools = ClientTools()
 
     def with_functions(message: Any) -> Any:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if calls is None and isinstance(message, Mapping) and message.get("function_call"):
+            call = {"id": "call_0", "type": FUNCTION, FUNCTION: message["function_call"]}
+            return {**message, "tool_calls": [call]}
         if not isinstance(calls, list):
             return message
         made = [

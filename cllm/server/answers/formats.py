@@ -113,8 +113,7 @@ class CompletionForm(_OpenAIForm):
     echoes : sequence of str
         Text that precedes each choice: its prompt, or empty.
     is_prompt_only : bool
-        True to leave out the generated tokens.
-
+        See `AnswerForm`.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class CompletionForm(_OpenAIForm):
     ) -> None:
         kind = "text_completion"
         super().__init__("cmpl", kind, request_id, model, n_choices, wants_usage)
-        self._is_prompt_only = is_prompt_only
+        self.is_prompt_only = is_prompt_only
         # Bytes of the first token of each prompt: it has no log probability that would hold them.
         self._first_pieces: Sequence[bytes] = ()
         self._echoes = list(echoes)
@@ -154,22 +153,16 @@ class CompletionForm(_OpenAIForm):
         """See `AnswerForm`."""
         choices = []
         for i, completion in enumerate(completions):
-            text = self._echoes[i] + ("" if self._is_prompt_only else completion.text)
+            text = self._echoes[i] + completion.text
             logprobs: Sequence[TokenLogprob | None] | None = completion.logprobs
             if completion.prompt_logprobs is not None:  # the prompt is echoed with them
                 self._offsets[i] = 0
-                behind = () if self._is_prompt_only else completion.logprobs or ()
-                logprobs = (*completion.prompt_logprobs, *behind)
+                logprobs = (*completion.prompt_logprobs, *(completion.logprobs or ()))
             reason = finish_reason_of(completion.finish_reason)
-            if self._is_prompt_only and reason is not None:  # whatever its hidden token was
-                reason = "length"
             n_prompt = len(completion.prompt_logprobs or ())
             choice = self._choice(i, text, logprobs, reason, n_prompt)
             choices.append({**choice, **deadline_of(completion.finish_reason)})
-        usage = self._usage(completions)
-        if self._is_prompt_only:
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return {**self._head, "choices": choices, "usage": usage}
+        return {**self._head, "choices": choices, "usage": self._usage(completions)}
 
     def _choice(
         self,

@@ -36,6 +36,8 @@ def translated(data: Mapping[str, Any], known: Mapping[str, object]) -> dict[str
         said["stop"] = [text for text in stop if text not in ("", None)]
     if _is_number(said.get("temperature")) and 0 < said["temperature"] < MIN_TEMPERATURE:
         said["temperature"] = 0
+    if said.get("best_of") == (said.get("n") or 1):
+        said.pop("best_of", None)
     if said.get("grammar") == "":
         del said["grammar"]
     if said.get("top_logprobs") == 0 and not said.get("logprobs"):

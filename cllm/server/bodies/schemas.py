@@ -7,7 +7,7 @@ effect here are accepted and ignored (`HARMLESS`, `NEUTRAL`).  Any other name is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -372,6 +372,21 @@ class DetokenizeBody(Body):
     tokens: Tokens
 
 
+class Constraint(NamedTuple):
+    """Constraint of an output, as its client states it.
+
+    Attributes
+    ----------
+    changes : mapping
+        Sampling parameters; empty for text.
+    names : mapping
+        The client's names of these parameters, for errors.
+    """
+
+    changes: dict[str, Any]
+    names: dict[str, str]
+
+
 def sampling_of(
     body: BaseModel,
     defaults: SamplingOptions,
@@ -412,25 +427,32 @@ def sampling_of(
         raise type(error)(names(error.field), error.value, error.limit) from None
 
 
-def constraint_of(
-    response_format: Mapping[str, Any] | None, field: str = "response_format"
-) -> dict[str, Any]:
-    """Return OpenAI's `response_format` as sampling parameters; empty for text.
+def constraint_of(response_format: object, field: str = "response_format") -> Constraint:
+    """Return the constraint that a body's `response_format`, `text.format` or `output_config.format` states.
 
     A keyword of a schema that cannot be enforced is ignored, unless the format is strict, as with OpenAI.
     """
-    kind = "text" if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
-        return {}
+    if response_format is None:
+        return Constraint({}, {})
+    if not isinstance(response_format, Mapping):
+        raise invalid(field, "must be an object")
+    kind = response_format.get("type")
+    if kind == "text":
+        return Constraint({}, {})
     if kind == "json_object":
-        return {"json_schema": lenient(response_format.get("schema") or {"type": "object"})}
+        schema = response_format.get("schema") or {"type": "object"}
+        return Constraint({"json_schema": lenient(schema)}, {"json_schema": f"{field}.schema"})
     if kind == "json_schema":
-        inner = response_format.get("json_schema")
+        # Chat Completions have the schema in an object of its own; Responses, Anthropic and llama-server have it here.
+        inner, place = response_format, f"{field}.schema"
+        if "schema" not in response_format:
+            inner, place = response_format.get("json_schema", {}), f"{field}.json_schema.schema"
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
-            raise invalid(f"{field}.json_schema.schema", "must be an object")
-        is_strict = isinstance(inner, Mapping) and inner.get("strict") is True
-        return {"json_schema": dict(schema) if is_strict else lenient(schema)}
+            raise invalid(place, "must be an object")
+        is_strict = inner.get("strict") is True
+        made = dict(schema) if is_strict else lenient(schema)
+        return Constraint({"json_schema": made}, {"json_schema": place})
     raise invalid(f"{field}.type", "must be text, json_object or json_schema")
 
 

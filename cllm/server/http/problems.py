@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import Request
@@ -168,8 +168,16 @@ def too_many_messages(n: int, limit: int, param: str) -> Problem:
     return overflow(reason, param)
 
 
-def problem_of(error: BaseException) -> Problem:
-    """Return the answer to an exception: never a 5xx for wrong input of a client."""
+def problem_of(error: BaseException, name_of: Callable[[str], str] = str) -> Problem:
+    """Return the answer to an exception: never a 5xx for wrong input of a client.
+
+    Parameters
+    ----------
+    name_of : callable
+        Returns the client's name of a field of the engine.
+    """
+    if isinstance(error, InvalidRequestError):
+        error = type(error)(name_of(error.field), error.value, error.limit)
     match error:
         case Problem():
             return error

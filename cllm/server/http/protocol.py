@@ -17,7 +17,8 @@ from cllm.server.http.connections import Connections
 from cllm.server.http.problems import Problem
 
 ANY_NUMBER = Connections(sys.maxsize)
-LINGER_S = 2.0  # seconds that a client may still send after the answer that ends its connection
+# Seconds that a client may still send, or read, after the answer that ends its connection.
+LINGER_S = 2.0
 
 
 class LingeringTransport:
@@ -34,6 +35,7 @@ class LingeringTransport:
     def __init__(self, transport: asyncio.Transport, is_sending: Callable[[], bool]) -> None:
         self._transport = transport
         self._is_sending = is_sending
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
         self.is_lingering: bool = False
 
     def __getattr__(self, name: str) -> Any:
@@ -48,12 +50,28 @@ class LingeringTransport:
         """See `asyncio.Transport`."""
         return self.is_lingering or self._transport.is_closing()
 
+    def end(self) -> None:
+        """Close the connection of a client that has everything: at once, also with TLS."""
+        if self._is_tls:
+            self._transport.abort()
+        else:
+            self.close()
+
+    def _end_tls(self) -> None:
+        """Close the connection once all is sent; asyncio waits 30 s for the client's own end of TLS."""
+        if self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(LINGER_S, self._end_tls)
+        else:
+            self._transport.abort()
+
     def close(self) -> None:
         """Close the connection: at once, or within `LINGER_S` if the client may still be sending."""
         if self.is_closing():
             return
         if not self._is_sending():
             self._transport.close()
+            if self._is_tls:
+                asyncio.get_running_loop().call_later(LINGER_S, self._end_tls)
             return
         self.is_lingering = True
         asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
@@ -96,6 +114,7 @@ class PunctualProtocol(HttpToolsProtocol):
     _n_pending = 0  # bytes received since a head, a part of a body or a request was complete
     _data = b""  # what is being parsed
     _is_in_body = _is_refused = False
+    _answered_at = 0.0  # when the last answer was complete
     _refusal: Problem | None = None  # error to send after the answer that is still running
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -176,7 +195,17 @@ class PunctualProtocol(HttpToolsProtocol):
     def close_idle(self) -> None:
         """See `Closable`."""
         self._stop_header_timer()
-        self.transport.close()
+        if self.loop.time() < self._answered_at + LINGER_S:  # the client may still be reading
+            self.transport.close()
+        else:
+            self.transport.end()  # type: ignore[attr-defined]
+
+    def shutdown(self) -> None:
+        """Close the connection, after an answer that is still running."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.close_idle()
+        else:
+            super().shutdown()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Parse a request for an upgrade, such as h2c (HTTP/2), again as HTTP/1.1 without that header.
@@ -194,6 +223,7 @@ class PunctualProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     def on_response_complete(self) -> None:
+        self._answered_at = self.loop.time()
         super().on_response_complete()
         if self._refusal is not None:
             self._refuse(self._refusal)

@@ -28,6 +28,9 @@ PING = b": ping\n\n"
 # Levels of an answer that are encoded in pieces: choices, their log probabilities, their tokens.
 DEPTH = 5
 N_AT_ONCE = 64  # items of a list that are encoded in one call
+# U+2028, U+2029 and U+0085 end a line for `httpx.Response.iter_lines`, which splits a stream for Ollama's client and
+# others.  In JSON they can only be in texts, and be escaped there.
+LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\u2028\u2029\x85")
 
 
 class Writer:
@@ -104,7 +107,7 @@ class Writer:
     async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
         """Send one event, with a name if there is one; lines of JSON have no names."""
         await self.begin()
-        data = value.encode() if isinstance(value, str) else _dumped(value)
+        data = value.encode() if isinstance(value, str) else _in_one_line(_dumped(value))
         if self._has_lines:
             await self._body(data + b"\n", more=True)
             return
@@ -175,6 +178,15 @@ def list_parts(items: Iterable[object]) -> Iterator[bytes]:
     yield b"]" if before == b"," else b"[]"
 
 
+def _in_one_line(data: bytes) -> bytes:
+    """Return JSON with each of `LINE_ENDS` escaped."""
+    if data.isascii():
+        return data
+    for end, escaped in LINE_ENDS:
+        data = data.replace(end, escaped)
+    return data
+
+
 def _dumped(value: object) -> bytes:
     try:
         return orjson.dumps(value)
@@ -219,8 +231,12 @@ class Reply(Response):
         failure: Exception | None = None
 
         async def leave_with_the_client() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            nonlocal failure
+            try:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            except Problem as problem:  # the rest of the body is late, or too long
+                failure = problem
             tasks.cancel_scope.cancel()
 
         async def ping() -> None:

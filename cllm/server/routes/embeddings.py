@@ -22,7 +22,14 @@ from cllm.server.bodies.schemas import HARMLESS, NEUTRAL, Body
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import invalid
 from cllm.server.http.replies import Reply, Writer
-from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
+from cllm.server.state import (
+    ServerState,
+    counting_if_given_up,
+    log_request,
+    note_tokens,
+    request_id_of,
+    state_of,
+)
 
 router: APIRouter = APIRouter(route_class=SafeRoute, tags=["embeddings"])
 
@@ -99,7 +106,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     texts = several_texts(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:
-        with field_of_client("input"):
+        with counting_if_given_up(request, texts), field_of_client("input"):
             found = await engine.embeddings(
                 texts, dimensions=body.dimensions, normalize=body.normalize, **body.options
             )
@@ -124,7 +131,7 @@ async def embedding(body: EmbeddingBody, request: Request) -> Response:
     texts = several_texts(state, request, field, given)
 
     async def produce(writer: Writer) -> None:
-        with field_of_client(field):
+        with counting_if_given_up(request, texts), field_of_client(field):
             found = await engine.embeddings(texts, normalize=False, **body.options)
         note_tokens(request, sum(found.n_tokens))
         vectors = _normalized(found.vectors, body.embd_normalize)
@@ -191,7 +198,8 @@ async def rerank(body: RerankBody, request: Request) -> Response:
     log_request(state, request_id_of(request), body.query)
 
     async def produce(writer: Writer) -> None:
-        ranked = await engine.rerank(body.query, documents, **body.options)
+        with counting_if_given_up(request, (body.query, *documents)):
+            ranked = await engine.rerank(body.query, documents, **body.options)
         best = ranked[: body.top_n]
         n_tokens = sum(each.n_tokens for each in ranked)
         note_tokens(request, n_tokens)
@@ -218,7 +226,7 @@ async def classify(body: ClassifyBody, request: Request) -> Response:
     texts = several_texts(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:
-        with field_of_client("input"):
+        with counting_if_given_up(request, texts), field_of_client("input"):
             found = await engine.classify(texts, **body.options)
         n_tokens = sum(each.n_tokens for each in found)
         note_tokens(request, n_tokens)

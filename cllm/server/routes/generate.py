@@ -36,7 +36,14 @@ from cllm.server.http.problems import Problem, invalid
 from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.operation.usage import milliseconds
 from cllm.server.routes.loras import loras_of
-from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
+from cllm.server.state import (
+    ServerState,
+    counting_if_given_up,
+    log_request,
+    note_tokens,
+    request_id_of,
+    state_of,
+)
 
 router: APIRouter = APIRouter(route_class=SafeRoute)
 
@@ -75,7 +82,8 @@ async def score(body: ScoreBody, request: Request) -> Response:
     log_request(state, request_id_of(request), body.prompt)
 
     async def produce(writer: Writer) -> None:
-        found = await engine.score(body.prompt, body.continuation, lora=lora, **body.turn)
+        with counting_if_given_up(request, (body.prompt, body.continuation)):
+            found = await engine.score(body.prompt, body.continuation, lora=lora, **body.turn)
         note_tokens(request, found.n_computed)
         told = {
             "token_ids": found.token_ids,

@@ -100,9 +100,15 @@ async def _prompt_of(engine: Engine, given: Prompt) -> Prompt:
     return tokens
 
 
+def _n_max(body: Any) -> int | None:
+    """Return the limit of output tokens that a body states; 0 if only its prompt is computed."""
+    limit: int | None = body.max_tokens if body.n_predict is None else body.n_predict
+    return limit
+
+
 def _params_of(body: Any, engine: Engine) -> SamplingParams:
     """Return the sampling parameters of a body; without a limit, an output may fill the context."""
-    n_max = body.max_tokens if body.n_predict is None else body.n_predict
+    n_max = _n_max(body)
     changes: dict[str, Any] = {"max_tokens": NO_LIMIT if n_max is None else max(1, n_max)}
     if body.n_probs:
         changes["logprobs"] = body.n_probs
@@ -238,7 +244,7 @@ class OutputForm(AnswerForm):
         self._model_name = model_name
         self._body = body
         self._params = params
-        self._is_prompt_only = body.n_predict == 0
+        self.is_prompt_only = _n_max(body) == 0
         max_s = body.t_max_predict_ms / 1000
         self._lines = [Lines(body.n_indent, max_s) for _ in given]
         self._prompts = [""] * len(given)
@@ -247,7 +253,7 @@ class OutputForm(AnswerForm):
     def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
         """See `AnswerForm`."""
         output = self._lines[index]
-        if not (output.is_over or self._is_prompt_only):
+        if not output.is_over:
             text = output.add(delta)
             if text or delta.token_ids:
                 yield None, _part(index, text, delta, output)
@@ -287,9 +293,7 @@ class OutputForm(AnswerForm):
         output = self._lines[index]
         is_streamed = self._body.stream
         text, n_output = done.text, done.usage.n_output
-        if self._is_prompt_only:
-            text, n_output = "", 0
-        elif output.is_over:  # some more tokens came until it was cancelled
+        if output.is_over:  # some more tokens came until it was cancelled
             text, n_output = output.text, output.n_tokens
         returns_tokens = self._body.return_tokens and not is_streamed
         has_stopped = done.finish_reason is FinishReason.STOP and not output.is_over

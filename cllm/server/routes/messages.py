@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -33,7 +34,9 @@ SIGNATURE = "cllm"
 NAMES = {
     "stop": "stop_sequences", "reasoning_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort", ".tool_call_id": ".tool_use_id",
+    ".parameters": ".input_schema",
 }  # fmt: skip
+THINKING = ("enabled", "adaptive", "disabled")
 # Types of a user's blocks that become content of the message.
 USER_BLOCKS = ("text", "image", "document", "search_result")
 
@@ -44,7 +47,7 @@ class CountBody(Body):
     harmless: ClassVar[frozenset[str]] = frozenset(
         ["metadata", "service_tier", "container", "context_management",
          "cache_control", "mcp_servers", "betas", "inference_geo", "speed", "diagnostics",
-         "max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k", "output_format",
+         "max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k",
          "compaction", "billing_policy", "user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token"]
     )  # fmt: skip
 
@@ -57,6 +60,9 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = Field(
+        None, description="As `output_config.format`, of older clients"
+    )
     thread: dict[str, Any] | Flag | None = None
 
 
@@ -79,19 +85,23 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     log_request(state, request_id, body.messages)
     given = {"top_p": body.top_p, "top_k": body.top_k, "temperature": body.temperature}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    changes |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or ()}
-    form = (body.output_config or {}).get("format")
-    if not isinstance(form, Mapping | None):
-        raise invalid("output_config.format", "must be an object")
-    if form is not None:
-        inner = {"type": form.get("type"), "json_schema": form}
-        changes |= constraint_of(inner, "output_config.format")
+    # 0 puts the prompt into the cache.
+    changes |= {"max_tokens": body.max_tokens or 1, "stop": body.stop_sequences or ()}
+    if (form := (body.output_config or {}).get("format")) is not None:
+        constraint = constraint_of(form, "output_config.format")
+    else:
+        constraint = constraint_of(body.output_format, "output_format")
+    names = {**NAMES, **constraint.names}
     params = sampling_of(
-        body, engine.sampling_defaults, lambda name: NAMES.get(name, name), **changes
+        body,
+        engine.sampling_defaults,
+        lambda name: names.get(name, name),
+        **changes,
+        **constraint.changes,
     )
     call = await chat_call_of(engine, body, params)
-    call = await call.with_images(state.fetcher)
-    message = MessageForm(request_id, state.model_name)
+    call = await replace(call, names=names).with_images(state.fetcher)
+    message = MessageForm(request_id, state.model_name, is_prompt_only=body.max_tokens == 0)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, message, observation, request_id, is_streamed=bool(body.stream))
 
@@ -126,13 +136,15 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     if system := _system(body.system):
         chat, fields = [{"role": "system", "content": system}], ["system"]
     for i, message in enumerate(body.messages):
-        said = _said(i, message)
-        chat += said
-        fields += [f"messages[{i}]"] * len(said)
+        for field, said in _said(i, message):
+            chat.append(said)
+            fields.append(field)
     last = chat[-1]
     choice = body.tool_choice or {}
+    tools = ClientTools()
+    tools.add_anthropic(body.tools or ())
     options: dict[str, Any] = {
-        "tools": _functions(body.tools),
+        "tools": None if body.tools is None else tools.functions,
         "tool_choice": _choice(choice),
         "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
         # A last message of the assistant is the beginning of its answer.
@@ -141,7 +153,11 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         and "tool_calls" not in last,
     }
     if body.thinking is not None:
-        thinks = body.thinking.get("type") != "disabled"
+        if (kind := body.thinking.get("type")) not in THINKING:
+            raise invalid(
+                "thinking.type", f"is {str(kind)[:40]!r}, must be one of {', '.join(THINKING)}"
+            )
+        thinks = kind != "disabled"
         options["chat_template_kwargs"] = {"enable_thinking": thinks}
         abilities = await engine.template_abilities()
         budget = body.thinking.get("budget_tokens")
@@ -153,7 +169,7 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     options = await hinted(engine, options)
     turn = body.turn if isinstance(body, MessagesBody) else {}
     scheduling = {**turn, "lora": loras_of(engine, None, body.model)}
-    return ChatCall(chat, options, params, scheduling, fields=fields, names=NAMES)
+    return ChatCall(chat, options, params, scheduling, fields=fields, names=NAMES, tools=tools)
 
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str:
@@ -173,23 +189,14 @@ def _choice(choice: Mapping[str, Any]) -> str:
     return words[kind]
 
 
-def _functions(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return the tools that clients run, as functions; None if the body has no tools."""
-    if tools is None:
-        return None
-    found = ClientTools()
-    found.add_anthropic(tools)
-    return found.functions
-
-
-def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one message as messages of a chat: results of tools become messages of their own."""
+def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return one message as fields of the body and messages of a chat: results of tools become messages of their own."""
     field, role, content = f"messages[{i}]", message.get("role"), message.get("content")
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        return [(field, {"role": role, "content": content})]
     if not isinstance(content, list):
         raise invalid(f"{field}.content", "must be text, or a list of blocks")
-    results: list[dict[str, Any]] = []
+    results: list[tuple[str, dict[str, Any]]] = []
     parts: list[Any] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -201,7 +208,7 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
                 called = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                results.append({**called, "content": _result(block)})
+                results.append((name, {**called, "content": _result(block)}))
             case "thinking":
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":
@@ -219,7 +226,7 @@ def _said(i: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         said["tool_calls"] = calls
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
-    return [*results, said] if parts or calls or thoughts or not results else results
+    return [*results, (field, said)] if parts or calls or thoughts or not results else results
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -250,7 +257,8 @@ class MessageForm(AnswerForm):
     prompt_field = "messages"
     reads_deltas = True  # they have the order of texts and calls
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, model: str, *, is_prompt_only: bool = False) -> None:
+        self.is_prompt_only = is_prompt_only
         self._head = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -347,6 +355,8 @@ def _stop(completion: Completion) -> dict[str, Any]:
         case FinishReason.DEADLINE:
             details = {"stop_details": {"type": "deadline"}}
             return {"stop_reason": "max_tokens", "stop_sequence": None, **details}
+        case FinishReason.LENGTH if sequence == "context":
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     return {"stop_reason": "max_tokens", "stop_sequence": None}
 
 

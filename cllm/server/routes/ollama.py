@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,22 +51,32 @@ from cllm.server.bodies.fields import (
 )
 from cllm.server.bodies.schemas import HARMLESS, Body, Queued, lenient, sampling_of
 from cllm.server.http.body import SafeRoute
-from cllm.server.http.problems import Problem, invalid
+from cllm.server.http.problems import Problem, invalid, problem_of
 from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.operation.pulls import Pulls
 from cllm.server.routes.embeddings import N_NUMBERS_FEW, field_of_client, several_texts
 from cllm.server.routes.info import LATEST
 from cllm.server.routes.loras import loras_of
-from cllm.server.state import ServerState, log_request, note_tokens, request_id_of, state_of
+from cllm.server.state import (
+    ServerState,
+    counting_if_given_up,
+    log_request,
+    note_tokens,
+    request_id_of,
+    state_of,
+)
 
 router: APIRouter = APIRouter(prefix="/api", route_class=SafeRoute, tags=["Ollama"])
 
-VERSION = "0.13.0"  # of Ollama, whose API this is
+# Of Ollama, whose API this is.  Codex requires 0.13.4 for `/v1/responses`, which the server has.
+VERSION = "0.14.0"
 # Properties of a model that is not loaded.
 UNLOADED: dict[str, Any] = {
     "modelfile": "", "parameters": "", "template": "", "details": {}, "model_info": {},
     "capabilities": ["completion"],
 }  # fmt: skip
+# The client's names of the engine's fields, for errors.
+NAMES = {"max_tokens": "options.num_predict", "json_schema": "format"}
 LOADING = dict.fromkeys(("total_duration", "load_duration"), 0)
 
 
@@ -166,9 +178,11 @@ async def chat(body: OllamaChatBody, request: Request) -> Response:
     state.serving  # noqa: B018  # raises an error if there is no model
     if not body.messages:
         return JSONResponse(form.loaded())
-    options = {"tools": client_tools_of(body.tools).choice(None)[0], **_thinking(body.think)}
+    tools = client_tools_of(body.tools)
+    options = {"tools": tools.choice(None)[0], **_thinking(body.think)}
     state.check_messages(len(body.messages))
     call = await _call(state, body, _messages(body.messages), options)
+    call = replace(call, tools=tools)
     log_request(state, request_id, body.messages)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, form, observation, request_id, is_streamed=body.stream)
@@ -206,7 +220,10 @@ async def generate(body: OllamaGenerateBody, request: Request) -> Response:
         ]
 
     observation = state.observation(request, "text_completion", params)
-    return answer(state, form, open_streams, observation, request_id, is_streamed=body.stream)
+    problem = partial(problem_of, name_of=lambda name: NAMES.get(name, name))
+    return answer(
+        state, form, open_streams, observation, request_id, is_streamed=body.stream, problem=problem
+    )
 
 
 async def _filled(engine: Engine, body: OllamaGenerateBody) -> Any:
@@ -225,7 +242,7 @@ async def _call(
         await hinted(engine, options),
         _params(state, body),
         scheduling,
-        names={"reasoning_effort": "think"},
+        names={**NAMES, "reasoning_effort": "think"},
     )
     return await call.with_images(state.fetcher)
 
@@ -234,7 +251,7 @@ def _params(state: ServerState, body: _AnswerFields) -> SamplingParams:
     changes: dict[str, Any] = {}
     n_max = None if body.options is None else body.options.num_predict
     if n_max is not None:
-        changes["max_tokens"] = NO_LIMIT if n_max < 0 else max(1, n_max)
+        changes["max_tokens"] = n_max if n_max > 0 else NO_LIMIT
     if body.format == "json":
         changes["json_schema"] = lenient({"type": "object"})
     elif isinstance(body.format, dict):
@@ -244,11 +261,10 @@ def _params(state: ServerState, body: _AnswerFields) -> SamplingParams:
     given = OllamaOptions() if body.options is None else body.options
     if given.seed is not None:  # Ollama's may be negative, or have 64 bits
         changes["seed"] = None if given.seed < 0 else given.seed % (MAX_SEED + 1)
-    names = {"max_tokens": "options.num_predict", "json_schema": "format"}
     return sampling_of(
         given,
         state.serving.sampling_defaults,
-        lambda name: names.get(name, f"options.{name}"),
+        lambda name: NAMES.get(name, f"options.{name}"),
         **changes,
     )
 
@@ -431,7 +447,7 @@ async def embed(body: OllamaEmbedBody, request: Request) -> Response:
     texts = several_texts(state, request, "input", body.input)
 
     async def produce(writer: Writer) -> None:
-        with field_of_client("input"):
+        with counting_if_given_up(request, texts), field_of_client("input"):
             found = await state.serving.embeddings(
                 texts,
                 dimensions=body.dimensions,
@@ -463,9 +479,10 @@ async def embeddings(body: OllamaEmbeddingsBody, request: Request) -> Response:
     async def produce(writer: Writer) -> None:
         vector: list[float] = []
         if body.prompt:
-            found = await state.serving.embeddings(
-                [body.prompt], timeout=body.timeout, priority=body.priority, truncate=True
-            )
+            with counting_if_given_up(request, [body.prompt]):
+                found = await state.serving.embeddings(
+                    [body.prompt], timeout=body.timeout, priority=body.priority, truncate=True
+                )
             note_tokens(request, sum(found.n_tokens))
             vector = found.vectors[0].tolist()
         await writer.json(lambda: {"embedding": vector})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -30,7 +32,7 @@ from cllm.server.bodies.schemas import (
     sampling_of,
 )
 from cllm.server.http.body import SafeRoute
-from cllm.server.http.problems import Problem, invalid
+from cllm.server.http.problems import Problem, invalid, problem_of
 from cllm.server.routes.generate import check_length, check_logprobs
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import ServerState, log_request, request_id_of, state_of
@@ -73,7 +75,12 @@ async def models(request: Request) -> dict[str, Any]:
         }
         for lora in info.loras
     ]
-    return {"object": "list", "data": [model, *adapters]}
+    created_at = datetime.fromtimestamp(state.started_at, UTC).isoformat(timespec="seconds")
+    # The fields of Anthropic's list, beside those of OpenAI's.
+    of_anthropic = {"type": "model", "created_at": created_at.replace("+00:00", "Z")}
+    data = [{**each, **of_anthropic, "display_name": each["id"]} for each in (model, *adapters)]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
+    return {"object": "list", "data": data, **ends}
 
 
 def architecture_of(info: ModelInfo) -> dict[str, Any]:
@@ -98,12 +105,10 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     engine = state.serving
     n = _n(body, state)
     prompts = _prompts(body, n, state)
-    # `echo` with `max_tokens: 0` returns the prompts, scored with `logprobs`, and no output.
-    is_prompt_only = bool(body.echo) and body.max_tokens == 0
-    if is_prompt_only and body.stream:
-        raise invalid("max_tokens", "0 is for answers that are not streamed")
+    # Without output, `echo` returns the prompts, scored with `logprobs`; otherwise their prefixes are cached.
+    is_prompt_only = body.max_tokens == 0
     more = {"max_tokens": 1} if is_prompt_only else {}
-    params = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS, **more)
+    params, names = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS, **more)
     lora = loras_of(engine, body.lora, body.model)
     if body.echo and params.logprobs is not None:
         if body.stream:
@@ -136,7 +141,11 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         is_prompt_only=is_prompt_only,
     )
     observation = state.observation(request, "text_completion", params)
-    return answer(state, form, streams, observation, request_id, is_streamed=bool(body.stream))
+    is_streamed = bool(body.stream)
+    problem = partial(problem_of, name_of=lambda name: names.get(name, name))
+    return answer(
+        state, form, streams, observation, request_id, is_streamed=is_streamed, problem=problem
+    )
 
 
 @router.post("/chat/completions", summary="Answer a chat")
@@ -149,7 +158,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         raise invalid("top_logprobs", "needs logprobs to be true")
     if n_top is not None and not 0 <= n_top <= state.config.max_logprobs:
         raise invalid("top_logprobs", f"is {n_top}, must be 0 to {state.config.max_logprobs}")
-    params = _params(body, state, logprobs=n_top)
+    params, names = _params(body, state, logprobs=n_top)
     n = _n(body, state)
     tools = client_tools_of(body.tools)
     call = ChatCall(
@@ -160,6 +169,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
             **body.turn,
             "lora": loras_of(engine, body.lora, body.model),
         },
+        names=names,
+        tools=tools,
     )
     call = await call.with_images(state.fetcher)
     log_request(state, request_id, body.messages)
@@ -192,12 +203,13 @@ def _params(
     *,
     default_max_tokens: int | None = None,
     **changes: Any,
-) -> SamplingParams:
+) -> tuple[SamplingParams, Mapping[str, str]]:
+    """Return the sampling parameters of a body, and the client's names of some, for errors."""
     constraint = constraint_of(body.response_format)
-    for name in CONSTRAINTS if constraint else ():
+    for name in CONSTRAINTS if constraint.changes else ():
         if getattr(body, name, None) is not None:
             raise invalid(name, "must be left out beside response_format")
-    changes.update(constraint)
+    changes.update(constraint.changes)
     if (seed := getattr(body, "seed", None)) is not None:  # OpenAI's seeds have 64 bits
         changes["seed"] = seed % (MAX_SEED + 1)
     if body.max_completion_tokens is not None:
@@ -207,10 +219,12 @@ def _params(
     defaults = state.serving.sampling_defaults
     # As with OpenAI, penalties count all tokens of the output and none of the prompt.
     defaults = {"penalize_prompt": False, "repeat_last_n": -1, **defaults}
-    names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    names = dict(constraint.names)
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
     params = sampling_of(body, defaults, lambda name: names.get(name, name), **changes)
     check_logprobs(state, params)
-    return params
+    return params, names
 
 
 def _n(body: CompletionFields | ChatFields, state: ServerState) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta
+from cllm.log_once import log_once
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted
 from cllm.server.answers.client_tools import (
@@ -30,6 +32,7 @@ from cllm.server.http.problems import Problem, invalid
 from cllm.server.routes.loras import loras_of
 from cllm.server.state import log_request, request_id_of, state_of
 
+logger: logging.Logger = logging.getLogger("cllm.server")
 router: APIRouter = APIRouter(prefix="/v1", route_class=SafeRoute, tags=["OpenAI"])
 
 Event = tuple[str, dict[str, Any]]
@@ -48,6 +51,9 @@ NAMES = {
     "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort",
     ".tool_call_id": ".call_id",
 }  # fmt: skip
+UNKNOWN_ITEM = (
+    "an item_reference names an item that is not stored here: the client must send it (store=False)"
+)
 THOUGHTS = "thoughts"  # texts of reasoning items, joined when the turn is whole
 # Types of items that add no message to the chat.
 DIRECTIVES = frozenset(
@@ -63,7 +69,7 @@ class ResponsesBody(Queued):
     """`POST /v1/responses`."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
-        ["store", "include", "metadata", "user", "service_tier", "safety_identifier",
+        ["store", "include", "user", "service_tier", "safety_identifier",
          "prompt_cache_key", "prompt_cache_retention", "client_metadata", "max_tool_calls",
          "context_management", "prompt_cache_options", "moderation", "access_programs",
          "background_options", "image", "personality"]
@@ -90,6 +96,7 @@ class ResponsesBody(Queued):
     top_p: Number | None = None
     stream: Flag | None = False
     stream_options: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
 
 
 @router.post("/responses", summary="Answer, as a list of items")
@@ -135,6 +142,8 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
     if body.instructions:
         messages = [{"role": "system", "content": body.instructions}, *messages]
         fields = ["instructions", *fields]
+    constraint = constraint_of((body.text or {}).get("format"), "text.format")
+    names = {**NAMES, **constraint.names}
     changes = {
         name: value
         for name, value in (
@@ -144,13 +153,6 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
         )
         if value is not None
     }
-    form = (body.text or {}).get("format")
-    if not isinstance(form, Mapping | None):
-        raise invalid("text.format", "must be an object")
-    if form is not None:
-        kind = form.get("type")
-        inner = {"type": kind, "json_schema": form} if kind == "json_schema" else form
-        changes.update(constraint_of(inner, "text.format"))
     functions, choice = tools.choice(body.tool_choice)
     return ChatCall(
         messages,
@@ -160,9 +162,12 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning_effort": (body.reasoning or {}).get("effort"),
         },
-        sampling_of(body, defaults, lambda name: NAMES.get(name, name), **changes),
+        sampling_of(
+            body, defaults, lambda name: names.get(name, name), **changes, **constraint.changes
+        ),
         fields=fields,
-        names=NAMES,
+        names=names,
+        tools=tools,
     )
 
 
@@ -224,6 +229,8 @@ def _add_item(
         content = item.get("status") if content is None else content
         messages.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
     elif kind not in DIRECTIVES:  # an item that only a provider knows, such as its own tool's call
+        if kind == "item_reference":
+            log_once(logger, UNKNOWN_ITEM)
         turn = _assistant(messages)
         if not isinstance(turn["content"], list):
             turn["content"] = [] if turn["content"] is None else [turn["content"]]
@@ -262,7 +269,7 @@ class ResponseForm(AnswerForm):
             "model": model,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": {},
+            "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},

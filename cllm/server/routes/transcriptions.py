@@ -17,7 +17,6 @@ from cllm import (
     Audio,
     Completion,
     InvalidArgumentError,
-    InvalidRequestError,
     SamplingOptions,
     SamplingParams,
     TokenDelta,
@@ -113,11 +112,10 @@ class PlainTranscriptionForm(TranscriptionForm):
 class _FileCall(ChatCall):
     """A chat about a file: its messages are the server's own, and have the file and the prompt."""
 
-    def _as_said(self, error: InvalidRequestError) -> InvalidRequestError:
-        field = error.field
+    def _name_of(self, field: str) -> str:
         if field.startswith("messages"):
-            field = "file" if PART.fullmatch(field) else "prompt"
-        return type(error)(field, error.value, error.limit)
+            return "file" if PART.fullmatch(field) else "prompt"
+        return field
 
 
 @router.post("/audio/transcriptions", include_in_schema=False)
