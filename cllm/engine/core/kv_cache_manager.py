@@ -209,13 +209,12 @@ class KVCacheManager:
             n_most = min(placement.n_restorable, sequence.n_settled)
             if match.n_tokens >= n_most:
                 self.saved.forget(sequence)
-        self.saved.stop_awaiting(sequence)
-        if placement.swapped is not None:
-            return
-        n_shared = max(match.n_tokens, match.n_expected)
-        prefix, n_tokens = self._saved_prefix(sequence, n_shared)
-        if prefix is not None and prefix.state is not None:
-            self.saved.adopt_prefix(sequence, prefix, n_tokens)
+        if placement.swapped is None:
+            n_shared = max(match.n_tokens, match.n_expected)
+            prefix, n_tokens = self._saved_prefix(sequence, n_shared)
+            if prefix is not None and prefix.state is not None:
+                self.saved.adopt_prefix(sequence, prefix, n_tokens)
+        self.saved.stop_awaiting(sequence)  # last: the prefix may then leave host memory
 
     def place_followers(self, running: list[Sequence], now: float) -> None:
         """Share the tokens that leaders have computed with their followers."""

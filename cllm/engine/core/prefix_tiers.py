@@ -42,8 +42,8 @@ class SavedPrefix:
         Name of its file; None without one.
     is_loading : bool
         True while the file is being read.
-    is_awaited : bool
-        True if a sequence waits for it, so that it stays in host memory.
+    n_awaiting : int
+        Number of sequences that wait for it, so that it stays in host memory.
     """
 
     tokens: Tokens
@@ -52,7 +52,7 @@ class SavedPrefix:
     lora: LoraUse = NO_LORA
     file: str | None = None
     is_loading: bool = False
-    is_awaited: bool = False
+    n_awaiting: int = 0
     priority: float = 0.0
 
 
@@ -228,13 +228,19 @@ class PrefixTiers:
         return self._floor + len(prefix.tokens) / max(1, prefix.n_bytes)
 
     def load(self, prefix: SavedPrefix) -> None:
-        """Start reading the file of a prefix, unless it is being read; the prefix counts as awaited."""
+        """Start reading the file of a prefix, unless it is being read; one more sequence waits for it."""
         assert self._store is not None
         assert prefix.file is not None
-        prefix.is_awaited = True
+        prefix.n_awaiting += 1
         if not prefix.is_loading:
             prefix.is_loading = True
             self._store.load(prefix.file)
+
+    def stop_awaiting(self, prefix: SavedPrefix) -> None:
+        """Note that one sequence less waits for a prefix, which may then leave host memory."""
+        prefix.n_awaiting -= 1
+        if not prefix.n_awaiting:
+            self._fit()
 
     def on_loaded(self, file: str, state: SequenceState | None) -> None:
         """Take the state that was read from a file; None: the file is unusable or gone."""
@@ -311,7 +317,7 @@ class PrefixTiers:
         Prefixes that a sequence waits for stay.
         """
         while self._n_bytes > self.n_bytes_max:
-            held = (p for p in self._all if p.state is not None and not p.is_awaited)
+            held = (p for p in self._all if p.state is not None and not p.n_awaiting)
             least = min(held, key=attrgetter("priority"), default=None)
             if least is None:
                 break

@@ -17,7 +17,7 @@ from cllm.engine.core.media_store import MediaStore
 from cllm.engine.core.recovery import Recovery
 from cllm.engine.core.sequence import Sequence
 from cllm.engine.core.statistics import Recorder
-from cllm.engine.core.tenants import Tenants, yielding
+from cllm.engine.core.tenants import Tenants, may_yield, yielding
 from cllm.engine.core.tick_cost import TickCost
 from cllm.engine.lora import NO_LORA
 from cllm.engine.output import FinishReason, TokenDelta
@@ -163,7 +163,7 @@ class RunQueue:
         """True if a seq_id is free, or a running sequence may have to give up its own."""
         return (
             self._manager.has_seat(self.running)
-            or self._tenants.are_several
+            or (self._tenants.are_several and may_yield(self.waiting, self.running))
             or any(s.is_paused for s in self.running)
         )
 

@@ -194,6 +194,7 @@ class SavedStates:
     def load(self, sequence: Sequence, prefix: SavedPrefix) -> None:
         """Start reading a prefix from its file; the sequence waits for it."""
         assert self.tiers is not None
+        self.stop_awaiting(sequence)
         sequence.placement.awaits = prefix
         self.tiers.load(prefix)
 
@@ -201,8 +202,9 @@ class SavedStates:
         """Release the prefix that a sequence waits for, if there is one."""
         placement = sequence.placement
         if placement.awaits is not None:
-            placement.awaits.is_awaited = False
-            placement.awaits = None
+            assert self.tiers is not None
+            prefix, placement.awaits = placement.awaits, None
+            self.tiers.stop_awaiting(prefix)
 
     def distrust(self, sequence: Sequence) -> None:
         """Forget the prefixes that a failed sequence has saved or started from, and their files."""

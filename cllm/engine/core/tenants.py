@@ -162,6 +162,28 @@ def share_without(s: Sequence, taken: Mapping[str, int]) -> float:
     return (taken[s.tenant.name] - 1) / s.tenant.weight
 
 
+def may_yield(waiting: Iterable[Sequence], running: Collection[Sequence]) -> bool:
+    """Return True if `yielding` has a sequence for any of those that wait: the queue need not be sorted otherwise."""
+    taken = seats(running)
+    least_urgent: dict[str, int] = {}
+    for s in running:
+        name = s.tenant.name
+        least_urgent[name] = max(s.request.priority, least_urgent.get(name, s.request.priority))
+    tenants = {s.tenant.name: s.tenant for s in running}
+    most_urgent: dict[str, tuple[Tenant, int]] = {}
+    for s in waiting:
+        known = most_urgent.get(s.tenant.name)
+        if known is None or s.request.priority < known[1]:
+            most_urgent[s.tenant.name] = s.tenant, s.request.priority
+    return any(
+        name != own.name
+        and priority >= urgency
+        and (taken[name] - 1) / tenants[name].weight >= (taken[own.name] + 1) / own.weight
+        for own, urgency in most_urgent.values()
+        for name, priority in least_urgent.items()
+    )
+
+
 def yielding(waiting: Sequence, running: Collection[Sequence]) -> Iterator[Sequence]:
     """Yield the running sequences that may be preempted for `waiting`, one after another.
 

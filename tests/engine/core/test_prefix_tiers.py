@@ -421,3 +421,59 @@ def test_what_a_request_that_fails_has_saved_or_gone_on_from_is_used_no_more() -
     assert sim.core.statistics().n_prefix_bytes_host == 0
     assert served(sim, prompt) == len(prompt)
     assert sim.core.statistics().n_prefix_bytes_host > 0
+
+
+class Files:
+    """Files of prefixes whose contents come when a test says so."""
+
+    has_room = False
+    n_bytes = 0
+
+    def __init__(self, several: Iterable[Tokens]) -> None:
+        self.stored = [(tokens, f"f{i}", len(tokens)) for i, tokens in enumerate(several)]
+
+    def write(self, tokens: Tokens, state: SequenceState) -> str | None:
+        return None
+
+    def load(self, file: str) -> None:
+        pass
+
+    def touch(self, file: str) -> None:
+        pass
+
+    def remove(self, file: str) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from(["wait", "leave", "arrive"])), max_size=40
+    ),
+    st.sampled_from([0, 70, 150]),
+)
+def test_a_prefix_stays_while_a_sequence_waits_for_it_and_no_longer(
+    steps: list[tuple[int, str]], n_bytes_max: int
+) -> None:
+    several = [tokens_of(range(i * 100, i * 100 + 64)) for i in range(5)]
+    tiers = PrefixTiers(n_bytes_max=n_bytes_max, store=Files(several))
+    prefixes = [tiers.covering(tokens, NO_LORA) for tokens in several]
+    n_waiting = [0] * 5
+    for i, step in steps:
+        prefix = prefixes[i]
+        assert prefix is not None
+        if step == "wait":
+            tiers.load(prefix)
+            n_waiting[i] += 1
+        elif step == "leave" and n_waiting[i]:
+            tiers.stop_awaiting(prefix)
+            n_waiting[i] -= 1
+        elif step == "arrive" and prefix.is_loading:
+            tiers.on_loaded(f"f{i}", state_of(several[i]))
+            assert prefix.state is not None or not n_waiting[i]
+        assert all(
+            p.state or p.is_loading for p, n in zip(prefixes, n_waiting, strict=True) if p and n
+        )
+        assert tiers.n_bytes <= max(n_bytes_max, 64 * sum(map(bool, n_waiting)))

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.engine.core import scheduler
 from cllm.engine.core.sequence import AGEING_S
 from cllm.engine.core.sequence import Sequence as RunningSequence
-from cllm.engine.core.tenants import N_REMEMBERED, Tenants, by_turn, yielding
+from cllm.engine.core.tenants import N_REMEMBERED, Tenants, by_turn, may_yield, yielding
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.testing.fake_decoder import FakeRun, Latency
@@ -27,6 +28,50 @@ def sequence_of(n_tokens: int, *, tenant: str, priority: int = 0) -> RunningSequ
         tenant=tenant,
     )  # fmt: skip
     return RunningSequence(request)
+
+
+SOME = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-1, 1)), max_size=8)
+
+
+@given(
+    SOME,
+    SOME,
+    st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 2.0, 3.0]) for name in "abcd"}),
+)
+def test_a_queue_is_looked_through_if_a_sequence_may_yield_to_one_in_it(
+    waiting: list[tuple[str, int]], running: list[tuple[str, int]], weights: dict[str, float]
+) -> None:
+    known = Tenants(weights)
+
+    def sequences(some: list[tuple[str, int]]) -> list[RunningSequence]:
+        made = []
+        for n, (tenant, priority) in enumerate(some, 1):
+            request = sequence_of(n, tenant=tenant, priority=priority).request
+            made.append(RunningSequence(request, known.enter(tenant)))
+        return made
+
+    queue, there = sequences(waiting), sequences(running)
+    assert may_yield(queue, there) == any(list(yielding(one, there)) for one in queue)
+
+
+def test_a_queue_is_not_sorted_in_each_tick_where_no_sequence_yields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim = Simulator(n_ctx=512, n_seq_max=4, n_batch=64, answer=endless)
+    for n in range(100):
+        sim.submit(b"request %d" % n, max_tokens=50, tenant="ab"[n % 2])
+    sim.tick(4)
+    n_sorted, next_admitted = 0, scheduler.next_admitted
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal n_sorted
+        n_sorted += 1
+        return next_admitted(*arguments)
+
+    monkeypatch.setattr(scheduler, "next_admitted", counted)
+    sim.tick(20)
+    assert len(sim.core.queue.running) == 4
+    assert n_sorted == 0
 
 
 LAYOUTS = pytest.mark.parametrize(
