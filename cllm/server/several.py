@@ -32,7 +32,7 @@ from cllm.server.http.problems import (
 from cllm.server.model_pool import ModelPool, PooledModel
 from cllm.server.routes import ollama
 from cllm.server.routes.info import LATEST
-from cllm.server.routes.openai import architecture_of
+from cllm.server.routes.openai import architecture_of, listed, model_list
 from cllm.server.routes.transcriptions import FORM_TYPE
 
 LIVE_PATH = "/live"
@@ -72,12 +72,9 @@ def create_models_app(
     started_at = int(time.time())
 
     @app.get("/v1/models")
-    async def listed() -> dict[str, Any]:
+    async def all_models() -> dict[str, Any]:
         pool.pulls.settle()
-        return {
-            "object": "list",
-            "data": [_told(each, started_at) for each in pool.models.values()],
-        }
+        return model_list([_told(each, started_at) for each in pool.models.values()])
 
     @app.get("/v1/models/{name:path}")
     async def one(name: str) -> dict[str, Any]:
@@ -255,13 +252,7 @@ def _listed(model: PooledModel) -> dict[str, Any]:
 
 
 def _told(model: PooledModel, started_at: int) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "id": model.name,
-        "object": "model",
-        "created": started_at,
-        "owned_by": "cllm",
-        "status": model.status,
-    }
+    told = listed(model.name, started_at, status=model.status)
     if model.is_loaded:
         info = _info_of(model)
         told |= {"max_model_len": info.n_ctx, "architecture": architecture_of(info)}

@@ -56,8 +56,8 @@ class ThinkingFamily:
         return mask
 
     def masks(self, constraints: Sequence[ThinkingConstraint]) -> list[Mask | Exception]:
-        """See `ConstraintFamily`."""
-        return [constraint.mask() for constraint in constraints]
+        """See `ConstraintFamily`; an error of one constraint is that of its own request."""
+        return [_mask_of(constraint) for constraint in constraints]
 
 
 class ThinkingConstraint:
@@ -233,6 +233,13 @@ class ThinkingConstraint:
             if self._tail.endswith(end[:n])
         )
         return min(begun, key=len, default=b"")
+
+
+def _mask_of(constraint: ThinkingConstraint) -> Mask | Exception:
+    try:
+        return constraint.mask()
+    except Exception as error:
+        return error
 
 
 def _is_whole(tail: bytes) -> bool:

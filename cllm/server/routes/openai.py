@@ -49,36 +49,43 @@ async def models(request: Request) -> dict[str, Any]:
     """Return the served model and its LoRA adapters, as a list of models."""
     state = state_of(request)
     info = state.serving.model
-    model = {
-        "id": state.model_name,
-        "object": "model",
-        "created": state.started_at,
-        "owned_by": "cllm",
-        "max_model_len": info.n_ctx,
-        "architecture": architecture_of(info),
-        "meta": {
+    model = listed(
+        state.model_name,
+        state.started_at,
+        max_model_len=info.n_ctx,
+        architecture=architecture_of(info),
+        meta={
             "n_params": info.n_params,
             "n_vocab": info.n_vocab,
             "n_ctx": info.n_ctx,
             "n_ctx_train": info.n_ctx_train,
             "size_bytes": info.size_bytes,
         },
-    }
+    )
     adapters = [
-        {
-            "id": lora.name,
-            "object": "model",
-            "created": state.started_at,
-            "owned_by": "cllm",
-            "parent": state.model_name,
-            "max_model_len": info.n_ctx,
-        }
+        listed(lora.name, state.started_at, parent=state.model_name, max_model_len=info.n_ctx)
         for lora in info.loras
     ]
-    created_at = datetime.fromtimestamp(state.started_at, UTC).isoformat(timespec="seconds")
-    # The fields of Anthropic's list, beside those of OpenAI's.
-    of_anthropic = {"type": "model", "created_at": created_at.replace("+00:00", "Z")}
-    data = [{**each, **of_anthropic, "display_name": each["id"]} for each in (model, *adapters)]
+    return model_list([model, *adapters])
+
+
+def listed(name: str, started_at: int, **more: Any) -> dict[str, Any]:
+    """Return a model in a list, with the fields of OpenAI's API and of Anthropic's."""
+    created_at = datetime.fromtimestamp(started_at, UTC).isoformat(timespec="seconds")
+    return {
+        "id": name,
+        "object": "model",
+        "created": started_at,
+        "owned_by": "cllm",
+        "type": "model",
+        "display_name": name,
+        "created_at": created_at.replace("+00:00", "Z"),
+        **more,
+    }
+
+
+def model_list(data: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer of `/v1/models`, as OpenAI's API and Anthropic's have it."""
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
     return {"object": "list", "data": data, **ends}
 
