@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,7 +86,7 @@ def _of_file(context: typer.Context, path: Path) -> Values:
         parameter = known.get(key.replace("-", "_"))
         if parameter is None:
             option = f"--{key.replace('_', '-')}"
-            if option not in NOT_FROM_SOURCES and _variable_of(option) in _variables_of_all():
+            if option not in NOT_FROM_SOURCES and option in _options_of_all():
                 continue  # of another command, which may have the same file
             near = closest(key.replace("-", "_"), known)
             hint = "" if near is None else f"; did you mean {near}?"
@@ -130,7 +130,7 @@ def _misspelt(command: Any, environment: Mapping[str, str]) -> list[tuple[str, s
 
     A variable that is similar to none is ignored: Kubernetes sets a dozen for a Service that is called cllm.
     """
-    known, found = _variables(command), []
+    known, found = set(map(_variable_of, _options(command))), []
     for variable in sorted(environment):
         if not variable.startswith(PREFIX) or not _is_set(environment, variable):
             continue
@@ -142,16 +142,17 @@ def _misspelt(command: Any, environment: Mapping[str, str]) -> list[tuple[str, s
             meant = closest(name, (each.removeprefix(PREFIX) for each in known))
             if meant is not None and meant[0] == name[:1] and abs(len(meant) - len(name)) <= 1:
                 found.append((variable, PREFIX + meant))
-    everywhere = _variables_of_all() if found else set()
+    everywhere = set(map(_variable_of, _options_of_all())) if found else set()
     return [each for each in found if each[0] not in everywhere]
 
 
-def _variables_of_all() -> set[str]:
-    """Return the variables of the options of all commands; imports them, so it is called after a mistake alone."""
+@cache
+def _options_of_all() -> frozenset[str]:
+    """Return the long options of all commands; it imports all of them."""
     from cllm.cli.app import command_line
 
     commands = vars(typer.main.get_command(command_line()))["commands"].values()
-    return set().union(*map(_variables, commands))
+    return frozenset().union(*map(_options, commands))
 
 
 def _variable_of(name: str) -> str:
@@ -159,13 +160,10 @@ def _variable_of(name: str) -> str:
     return PREFIX + name[2:].replace("-", "_").upper()
 
 
-def _variables(command: Any) -> set[str]:
-    """Return the variables of a command's options."""
+def _options(command: Any) -> set[str]:
+    """Return the long options of a command."""
     return {
-        _variable_of(name)
-        for parameter in command.params
-        for name in parameter.opts
-        if name.startswith("--")
+        name for parameter in command.params for name in parameter.opts if name.startswith("--")
     }
 
 
@@ -204,7 +202,7 @@ def _typed(value: Any, parameter: Any) -> Any:
 
 
 def _is_auto(value: Any, parameter: Any) -> bool:
-    """Return True for "auto" of a switch, such as `--flash-attn`: it has its default."""
+    """Return True for "auto" of a switch, such as `--flash-attn`: the option keeps its default."""
     return bool(parameter.is_flag) and parameter.default is None and value == "auto"
 
 

@@ -46,7 +46,7 @@ def decoded(data: bytes, source: Callable[[int], str]) -> str:
 
 
 def in_words(error: typer.BadParameter) -> str:
-    """Return what is wrong with a value; typer has pydantic check the types of options, and repeats its words."""
+    """Return the message of an error about an option; a value of a wrong type is named with the limit."""
     report = getattr(error.__cause__, "errors", None)
     if report is None:
         return error.message

@@ -142,7 +142,8 @@ class AnswerStream:
                 return await self._end(TokenDelta("", (), FinishReason.DEADLINE), Account())
             try:
                 event = await self._next_event()
-                delta = None if event is None or "error" in event else delta_of(event)
+                has_failed = event is not None and failure_of(event) is not None
+                delta = None if event is None or has_failed else delta_of(event)
                 is_last = delta is not None and delta.finish_reason is not None
                 account = account_of(event) if event is not None and is_last else Account()
             except (httpx.TransportError, _CutOffError) as error:

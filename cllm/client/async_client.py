@@ -176,7 +176,7 @@ class AsyncClient(Generates[AnswerStream]):
         Raises
         ------
         RequestError
-            The texts cannot be served.
+            The texts cannot be served.  `DeadlineError`: there was no answer within `timeout`.
         ServerError, ClosedError
             No server accepted the request within `patience_s`, one failed, or the client is closed.
         """
@@ -216,7 +216,7 @@ class AsyncClient(Generates[AnswerStream]):
         Raises
         ------
         RequestError
-            The texts cannot be served.
+            The texts cannot be served.  `DeadlineError`: there was no answer within `timeout`.
         ServerError, ClosedError
             As for `embed`.
         """

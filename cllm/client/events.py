@@ -62,7 +62,7 @@ def delta_of(event: Mapping[str, Any]) -> TokenDelta:
     reason, logprobs = event["finish_reason"], event.get("logprobs")
     return TokenDelta(
         text=_text(event["text"]),
-        token_ids=tuple(map(int, event["token_ids"])),
+        token_ids=tuple(map(int, _list(event["token_ids"]))),
         finish_reason=None if reason is None else FinishReason(reason),
         stop_reason=event.get("stop_reason"),
         logprobs=None if logprobs is None else tuple(map(_logprob_of, logprobs)),
@@ -72,6 +72,12 @@ def delta_of(event: Mapping[str, Any]) -> TokenDelta:
             for call in event.get("tool_calls") or ()
         ),
     )
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{str(value)[:40]} is no list")
+    return value
 
 
 def _text(value: object) -> str:

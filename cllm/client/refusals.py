@@ -24,7 +24,9 @@ FAILED, TIMEOUT, TOO_LONG = "generation_failed", "timeout", "context_length_exce
 
 
 # What reading an answer raises if it has another form than cllm's.
-UNLIKE_CLLM = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+UNLIKE_CLLM = (
+    LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 class ServerError(CllmError):
@@ -62,9 +64,8 @@ def refusal_of(status: int, headers: Mapping[str, str], body: bytes) -> CllmErro
 
 def failure_of(event: Mapping[str, Any]) -> ServerError | None:
     """Return the error in an event, or None.  Its status is 503 if the server is unavailable, else None."""
-    if "error" not in event:
+    if (problem := event.get("error")) is None:
         return None
-    problem = event["error"]
     if not isinstance(problem, Mapping):  # as Ollama and some proxies have it
         return ServerError(str(problem or "the server has failed"))
     status = UNAVAILABLE if problem.get("code") == "unavailable" else None

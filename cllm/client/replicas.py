@@ -233,7 +233,8 @@ async def _refusal(response: httpx.Response) -> CllmError:
     except httpx.RequestError:
         body = b""
     finally:
-        await response.aclose()
+        with anyio.CancelScope(shield=True):
+            await response.aclose()
     return refusal_of(response.status_code, response.headers, body)
 
 

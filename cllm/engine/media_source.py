@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from cllm.errors import InvalidArgumentError, InvalidRequestError
 from cllm.settings import new_path
 
 N_AT_ONCE = 1 << 20  # characters of base64 text
+ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "\n", "%0D": "\r", "%20": " "}
 OF_URLS, WHITE_SPACE = bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f"
 
 
@@ -63,7 +63,9 @@ def _decoded(text: str, start: int) -> Iterator[bytes]:
     of URLs, and a URL may have escapes.
     """
     if text.find("%", start) >= 0:
-        text, start = unquote(text[start:]), 0
+        text, start = text[start:], 0
+        for escape, character in ESCAPES.items():
+            text = text.replace(escape, character).replace(escape.lower(), character)
     rest = b""
     for at in range(start, len(text), N_AT_ONCE):
         rest += text[at : at + N_AT_ONCE].encode("ascii").translate(OF_URLS, WHITE_SPACE)

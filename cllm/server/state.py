@@ -219,13 +219,17 @@ def note_tokens(request: Request, n_tokens: int) -> None:
 def counting_if_given_up(request: Request, texts: Iterable[str | Sequence[int]]) -> Iterator[None]:
     """Count tokens of the request if its client leaves, or its deadline passes, while its texts are computed.
 
-    How many of them were computed is unknown: four bytes of text count as one token.
+    How many of them were computed is unknown: four bytes of text count as one token, also in the queue.
     """
     try:
         yield
     except (DeadlineError, anyio.get_cancelled_exc_class()):
-        about = (len(t.encode()) // N_BYTES_TOKEN if isinstance(t, str) else len(t) for t in texts)
-        note_tokens(request, sum(about))
+        n_most = state_of(request).serving.model.n_ctx
+        sizes = (
+            len(t.encode(errors="replace")) // N_BYTES_TOKEN if isinstance(t, str) else len(t)
+            for t in texts
+        )
+        note_tokens(request, sum(min(size, n_most) for size in sizes))
         raise
 
 

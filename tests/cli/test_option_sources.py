@@ -279,6 +279,8 @@ def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(
 def test_the_variables_of_one_command_are_no_misspelt_ones_of_another(command: str) -> None:
     commands = typer.main.get_command(command_line()).commands  # type: ignore[attr-defined]
     everywhere = {
-        variable: "1" for each in commands.values() for variable in option_sources._variables(each)
+        option_sources._variable_of(option): "1"
+        for each in commands.values()
+        for option in option_sources._options(each)
     } | dict.fromkeys(option_sources.OTHERS, "1")
     assert option_sources._misspelt(commands[command], everywhere) == []

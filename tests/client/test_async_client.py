@@ -378,6 +378,8 @@ async def test_of_a_server_whose_engine_is_gone_it_goes_on_elsewhere() -> None:
         {"choices": []},
         {**TOKEN, "text": 5},
         {**TOKEN, "token_ids": ["a"]},
+        {**TOKEN, "token_ids": [math.inf]},
+        {**TOKEN, "token_ids": "12"},
         {**TOKEN, "tool_calls": [{"index": 0, "arguments": None}]},
         {**LAST, "usage": [1]},
         {**LAST, "timings": {"queued_ms": "soon"}},

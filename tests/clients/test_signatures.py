@@ -38,7 +38,7 @@ ROUTES: dict[str, tuple[Callable[..., Any], Any, set[str]]] = {
     "completions": (OPENAI.completions.create, CompletionBody, {"best_of", "suffix"}),
     "responses": (
         OPENAI.responses.create, ResponsesBody,
-        {"background", "conversation", "previous_response_id", "prompt", "top_logprobs", "truncation"},
+        {"background", "conversation", "previous_response_id", "prompt", "truncation"},
     ),
     "input tokens": (
         OPENAI.responses.input_tokens.count, ResponsesBody,
@@ -53,12 +53,12 @@ IGNORED = {
     # of OpenAI: what its own service does with a request
     "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "user",
     "prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity",
-    "web_search_options", "include", "max_tool_calls", "context_management", "access_programs",
+    "web_search_options", "max_tool_calls", "context_management", "access_programs",
     "background_options", "image", "personality",
     # of Anthropic
     "cache_control", "container", "diagnostics", "inference_geo", "speed", "user_profile_id",
     "workspace_id", "billing_policy", "fallback_credit_token", "fallbacks", "mcp_servers",
-    "compaction", "output_format",
+    "compaction",
 }  # fmt: skip
 
 

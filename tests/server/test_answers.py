@@ -126,6 +126,7 @@ async def test_no_text_of_an_answer_ends_a_line_of_its_stream(path: str) -> None
     [
         ("/v1/completions", {"prompt": "1+1=", "max_tokens": 0}),
         ("/v1/completions", {"prompt": "1+1=", "max_tokens": 0, "echo": True}),
+        ("/v1/completions", {"prompt": "1+1=", "max_tokens": 5, "max_completion_tokens": 0}),
         ("/v1/messages", {"messages": ASK, "max_tokens": 0}),
         ("/completion", {"prompt": "1+1=", "n_predict": 0}),
         ("/completion", {"prompt": "1+1=", "max_tokens": 0}),
@@ -171,7 +172,7 @@ async def test_a_request_without_output_computes_its_prompt_alone(
     + [
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "a",
          "schema": {"$ref": "#/x"}}}}, "text.format.schema"),
-        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.json_schema.schema"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ("/v1/responses", {"input": "x", "text": {"format": 5}}, "text.format"),
         ("/v1/messages", {**ROUTES["/v1/messages"], "output_config": {"format": {"type": "json_schema",
          "schema": {"$ref": "#/x"}}}}, "output_config.format.schema"),
@@ -265,3 +266,37 @@ async def test_a_stream_ends_quietly_when_the_rest_of_its_body_is_late() -> None
     await Reply(produce)({"type": "http", "path": "/live", "headers": []}, receive, send)
     assert b"the body is late" in b"".join(each.get("body", b"") for each in sent)
     assert sent[-1]["more_body"] is False
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_top"),
+    [
+        ({}, None),
+        ({"include": ["reasoning.encrypted_content"], "top_logprobs": 0}, None),
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, 2),
+        ({"top_logprobs": 2}, 2),
+    ],
+    ids=str,
+)
+async def test_the_text_of_a_response_has_log_probabilities_if_they_are_wanted(
+    asked: dict[str, Any], n_top: int | None
+) -> None:
+    answer = FakeAnswer("é!", "Hm.")
+    async with FakeEngine(lambda _: answer) as engine, client_of(engine) as client:
+        whole = (await client.post("/v1/responses", json={"input": "x", **asked})).json()
+        body = {"input": "x", "stream": True, **asked}
+        text = (await client.post("/v1/responses", json=body)).text
+        wrong = await client.post("/v1/responses", json={"input": "x", "top_logprobs": 999})
+    (part,) = next(item for item in whole["output"] if item["type"] == "message")["content"]
+    tokens = part["logprobs"]
+    assert bytes(byte for token in tokens for byte in token["bytes"]) == (
+        b"" if n_top is None else "é!".encode()
+    )
+    assert all(len(token["top_logprobs"]) == n_top for token in tokens)
+    events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [token for delta in deltas for token in delta["logprobs"]] == tokens
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == tokens
+    assert wrong.json()["error"]["param"] == "top_logprobs"

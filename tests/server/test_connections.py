@@ -22,7 +22,7 @@ from cllm.server.http.connections import (
     Connections,
     n_connections_max,
 )
-from cllm.server.http.protocol import LingeringTransport
+from cllm.server.http.protocol import LingeringTransport, n_unsent
 from cllm.system import raise_descriptor_limit
 from tests.conftest import some_in_fast
 from tests.server.conftest import COMMAND, ENDLESS, QUIET_OPTIONS, Server, running
@@ -60,15 +60,12 @@ def test_none_that_works_is_closed_for_another() -> None:
 class Wire:
     """A transport that notes what is done to it."""
 
-    def __init__(self, *, is_tls: bool, n_unsent: int = 0) -> None:
+    def __init__(self, *, is_tls: bool, n_unsent: int | None) -> None:
         self.is_tls, self.n_unsent = is_tls, n_unsent
         self.done: list[str] = []
 
     def get_extra_info(self, name: str) -> object:
         return self if name == "ssl_object" and self.is_tls else None
-
-    def get_write_buffer_size(self) -> int:
-        return self.n_unsent
 
     def is_closing(self) -> bool:
         return bool(self.done)
@@ -84,23 +81,54 @@ class Wire:
 def test_a_client_of_tls_keeps_its_connection_open_no_longer_than_others(
     is_tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.0)
+    monkeypatch.setattr(protocol, "PERIOD_S", 0.0)
+    monkeypatch.setattr(protocol, "n_unsent", lambda wire: wire.n_unsent)
+
+    async def pause() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
 
     async def close() -> None:
-        idle, closed = Wire(is_tls=is_tls), Wire(is_tls=is_tls, n_unsent=9)
-        wires = [LingeringTransport(cast(Any, each), lambda: False) for each in (idle, closed)]
-        wires[0].end()
-        wires[1].close()
-        for _ in range(9):
-            await asyncio.sleep(0)
+        idle, reading = Wire(is_tls=is_tls, n_unsent=0), Wire(is_tls=is_tls, n_unsent=9)
+        closed, unknown = Wire(is_tls=is_tls, n_unsent=9), Wire(is_tls=is_tls, n_unsent=None)
+        for wire in (idle, reading):
+            LingeringTransport(cast(Any, wire), lambda: False).end()
+        for wire in (closed, unknown):
+            LingeringTransport(cast(Any, wire), lambda: False).close()
+        await pause()
         assert idle.done == (["abort"] if is_tls else ["close"])
-        assert closed.done == ["close"]  # the client may still read
-        closed.n_unsent = 0
-        while is_tls and len(closed.done) < 2:
-            await asyncio.sleep(0)
-        assert closed.done == (["close", "abort"] if is_tls else ["close"])
+        assert reading.done == closed.done == unknown.done == ["close"]
+        closed.n_unsent = reading.n_unsent = 0
+        await pause()
+        assert reading.done == closed.done == (["close", "abort"] if is_tls else ["close"])
+        assert unknown.done == ["close"]
 
     asyncio.run(close())
+
+
+def test_what_a_peer_has_not_received_is_known() -> None:
+    async def send() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            host, port = listener.getsockname()
+            _, writer = await asyncio.open_connection(host, port)
+            peer, _ = listener.accept()
+            with peer:
+                transport = writer.transport
+                assert n_unsent(transport) == 0
+                data = bytes(64 << 20)
+                transport.write(data)
+                assert (n_unsent(transport) or 0) > 0
+                n_read = 0
+                while n_read < len(data):
+                    n_read += len(await asyncio.to_thread(peer.recv, 1 << 20))
+                while n_unsent(transport):
+                    await asyncio.sleep(0)
+                transport.abort()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                assert n_unsent(transport) is None
+
+    asyncio.run(send())
 
 
 @pytest.fixture

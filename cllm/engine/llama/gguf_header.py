@@ -34,9 +34,9 @@ MAX_LENGTH = 1 << 16  # of a key, a text or a list that is read
 _PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 MAX_SKIPPED = 1 << 32
 MAX_TENSORS = 1 << 17
-# Limits of a whole header, which bound the time and the memory of reading a hostile one: values, bytes of the values
-# that are kept, and texts of the lists that are skipped (the tokens and merges of a vocabulary are below a million).
-MAX_VALUES, MAX_KEPT, MAX_TEXTS = 1 << 16, 1 << 24, 1 << 22
+# Limits of a whole header, which bound the time and the memory of reading a hostile one: values, bytes of those before
+# the vocabulary, and texts of the lists that are skipped (the tokens and merges of a vocabulary are below a million).
+MAX_VALUES, MAX_READ, MAX_TEXTS = 1 << 16, 1 << 24, 1 << 22
 
 Shapes = dict[str, tuple[int, ...]]
 F32, F16 = 0, 1  # of `ggml_type`
@@ -61,13 +61,11 @@ def read_header(path: Path) -> dict[str, Value]:
             magic, version, _, n_values = _unpack(file, "4sIQQ")
             if magic != b"GGUF" or version not in (2, 3):
                 return known
-            n_kept = 0
             for _ in range(min(n_values, MAX_VALUES)):
                 key = _text(file)
-                if key.startswith("tokenizer.") or n_kept > MAX_KEPT:
+                if key.startswith("tokenizer.") or file.tell() > MAX_READ:
                     break
-                known[key] = value = _value(file)
-                n_kept += len(key) + (8 * len(value) if isinstance(value, str | list) else 8)
+                known[key] = _value(file)
         except (ValueError, struct.error):
             pass
     return known
@@ -76,7 +74,8 @@ def read_header(path: Path) -> dict[str, Value]:
 def model_parts(path: Path) -> list[Path]:
     """Return the files of a model in order: all parts that exist if it is split, otherwise `path` alone.
 
-    llama.cpp also loads a file whose name has the form of a part and a number that no part has: it is alone, too.
+    llama.cpp also loads a file whose name has the form of a part, but a number that no part has.  Such a file has no
+    other parts.
     """
     split = _PART.fullmatch(path.name)
     if split is None:
@@ -87,9 +86,10 @@ def model_parts(path: Path) -> list[Path]:
         return [path]
     try:
         present = {path.name, *os.listdir(path.parent)}  # noqa: PTH208  # names, not paths
-    except OSError:
-        present = {path.name}
-    return [path.with_name(part) for part in names if part in present]
+    except OSError:  # the directory may be searched, but not read
+        present = set(names)
+    parts = [path.with_name(name) for name in names if name in present]
+    return [part for part in parts if part == path or part.exists()]
 
 
 def read_shapes(path: Path) -> Shapes:

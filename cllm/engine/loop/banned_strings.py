@@ -70,8 +70,9 @@ class BannedStrings:
 
     Attributes
     ----------
-    is_over : bool
-        True once `end` has ended the output before a banned string.
+    n_dropped_characters, n_dropped_tokens : int
+        Text and tokens that the engine has written, and that the output does not have: `end` has ended it before a
+        banned string.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -79,11 +80,14 @@ class BannedStrings:
         self._longest = max(map(len, self._strings))
         self._held: list[TokenDelta] = []
         self._ready: deque[TokenDelta] = deque()
-        self.is_over: bool = False
+        self._is_over = False
+        self.n_dropped_characters: int = 0
+        self.n_dropped_tokens: int = 0
 
     def push(self, delta: TokenDelta) -> Ban | None:
         """Add a delta; return the ban if it completes a banned string.  Otherwise `take` gets safe deltas."""
-        if self.is_over:
+        if self._is_over:
+            self._drop(delta)
             if delta.finish_reason is not None:
                 self._ready.append(_without_text(delta))
             return None
@@ -103,12 +107,15 @@ class BannedStrings:
     def end(self, ban: Ban, delta: TokenDelta) -> None:
         """End the output of a cancelled request before a banned string; its finish reason stays."""
         self._ready += ban.kept
-        self.is_over = True
+        for dropped in ban.rest:
+            if dropped is not delta:
+                self._drop(dropped)
+        self._is_over = True
         self.push(delta)
 
-    def place_in(self, text: str) -> int | None:
-        """Return where the first banned string in a text begins; None without one."""
-        return min((start for s in self._strings if (start := text.find(s)) >= 0), default=None)
+    def _drop(self, delta: TokenDelta) -> None:
+        self.n_dropped_characters += len(delta.text)
+        self.n_dropped_tokens += len(delta.token_ids)
 
     @property
     def held(self) -> tuple[TokenDelta, ...]:

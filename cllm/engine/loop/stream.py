@@ -33,6 +33,26 @@ FindSource = Callable[[], InputProcessor]
 Continues = Callable[[ModelInfo], Continuation]
 
 
+class _Seeds:
+    """Seeds of a stream and of all its forks, of which no two are the same.
+
+    Parameters
+    ----------
+    first : int or None
+        Seed of the stream; None: all are random.
+    """
+
+    def __init__(self, first: int | None) -> None:
+        self._latest = first
+
+    def next(self) -> int:
+        """Return a seed that was not used."""
+        if self._latest is None:
+            return secrets.randbelow(MAX_SEED + 1)
+        self._latest = (self._latest + 1) % (MAX_SEED + 1)
+        return self._latest
+
+
 class TokenStream:
     """The output of one request, token by token.
 
@@ -85,7 +105,7 @@ class TokenStream:
         self._read_logprobs: list[TokenLogprob] = []
         strings = call.params.banned_strings
         self._banned = BannedStrings(strings) if strings else None
-        self._n_seeds = 0  # drawn by forks and rewinds
+        self._seeds = _Seeds(call.params.seed if call.seed is None else call.seed)
         self._excluded: dict[int, set[int]] = {}  # by the number of tokens before
         self._forced: set[int] = set()  # numbers of tokens before which no other token is allowed
         # Deltas of the last banned string, from the excluded token on.
@@ -162,34 +182,36 @@ class TokenStream:
             raise channel.error
         # Closed before its end: the completion arrives when the thread has cancelled the request.
         while channel.completion is None:
-            await channel.next()
+            self._take_unread(await channel.next())
             if channel.error is not None:
                 raise channel.error
+        while self._banned is not None and (delta := await channel.next()) is not None:
+            self._take_unread(delta)
         return self._without_banned(channel.completion)
 
-    def _without_banned(self, done: Completion) -> Completion:
-        """Return a completion that ends before a banned string.
+    def _take_unread(self, delta: TokenDelta | None) -> None:
+        """End the output of a closed stream before a banned string, if this delta completes one."""
+        if self._banned is None or delta is None:
+            return
+        if (ban := self._banned.push(delta)) is not None:
+            self._banned.end(ban, delta)
 
-        The engine may have written one before its request was cancelled.  An output that was read to its end
-        has none, but for one that begins in given tokens.
-        """
-        if self._banned is None or not (
-            self._banned.is_over
-            or done.finish_reason is FinishReason.CANCELLED
-            or (self._is_closed and not self._has_ended)
-        ):
+    def _without_banned(self, done: Completion) -> Completion:
+        """Return a completion without what the engine wrote from a banned string on, before it was cancelled."""
+        if self._banned is None or not self._banned.n_dropped_tokens:
             return done
-        start = self._banned.place_in(done.text)
-        if start is None:
-            return done
-        call, before = self._present.call, self._present.continuation
-        n_tokens = len(self._position) - (len(call.generated) if before is None else 0)
+        n_tokens = len(done.token_ids) - self._banned.n_dropped_tokens
+        usage = done.usage
         return replace(
             done,
-            text=done.text[:start],
+            text=done.text[: len(done.text) - self._banned.n_dropped_characters],
             token_ids=done.token_ids[:n_tokens],
             logprobs=None if done.logprobs is None else done.logprobs[:n_tokens],
-            usage=replace(done.usage, n_output=n_tokens),
+            usage=replace(
+                usage,
+                n_output=usage.n_output - self._banned.n_dropped_tokens,
+                n_reasoning=min(usage.n_reasoning, n_tokens),
+            ),
         )
 
     async def cancel(self) -> None:
@@ -293,7 +315,8 @@ class TokenStream:
         """Return more streams that begin with the output read so far; this one continues too.
 
         The new streams share the cells of this one.  Each draws its own random numbers: with `seed`, those of
-        the next seeds that no fork and no `rewind` of this stream has used, first `seed + 1`.  Their deltas begin here; their completions have the whole output.
+        the next seed that neither a fork nor a `rewind` has used, first `seed + 1`.  Their deltas begin here;
+        their completions have the whole output.
 
         Parameters
         ----------
@@ -316,10 +339,12 @@ class TokenStream:
                 channel.call,
                 generated=self._position,
                 request_id=new_request_id(),
-                seed=self._next_seed(),
+                seed=self._seeds.next(),
                 excluded=(),
             )
-            made.append(TokenStream(call, lambda: source, lambda model: continuation))
+            fork = TokenStream(call, lambda: source, lambda model: continuation)
+            fork._seeds = self._seeds
+            made.append(fork)
         return made
 
     async def rewind(self, n_tokens: int) -> None:
@@ -342,7 +367,7 @@ class TokenStream:
         await self._submit()
         position = self._position
         n_tokens = check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
-        await self._go_on_from(position[:-n_tokens], seed=self._next_seed())
+        await self._go_on_from(position[:-n_tokens], seed=self._seeds.next())
         self._forget_places()
 
     async def inject(self, text: str | Sequence[int]) -> None:
@@ -370,14 +395,6 @@ class TokenStream:
             raise InvalidRequestError("text", text, "at least one token")
         await self._go_on_from(self._position + tokens)
         self._forget_places()
-
-    def _next_seed(self) -> int:
-        """Return a seed that no other output of this stream has; a random one if the request has none."""
-        first = self._call.params.seed if self._call.seed is None else self._call.seed
-        if first is None:
-            return secrets.randbelow(MAX_SEED + 1)
-        self._n_seeds += 1
-        return (first + self._n_seeds) % (MAX_SEED + 1)
 
     @property
     def _position(self) -> tuple[int, ...]:

@@ -96,9 +96,8 @@ class ThinkingConstraint:
             case _State.BEFORE:
                 if self._begins_thought(token) or self._inner is None:
                     return True
-                return not self._has_begun and self._inner.allows(
-                    token
-                )  # a marker is written whole
+                # A marker is written whole.
+                return not self._has_begun and self._inner.allows(token)
             case _State.THINKING:
                 return self._inner is None or not self.family.is_eog(token)
             case _State.ENDING:
@@ -194,9 +193,8 @@ class ThinkingConstraint:
             return False
         output = self._tail + piece
         said = output.lstrip(SPACE)
-        if (
-            not said
-        ):  # some models write white space before the marker; a constraint has no place for it
+        # Some models write white space before the marker.  A constraint has no place for it.
+        if not said:
             return self._inner is None and len(output) <= MAX_GAP
         return start.startswith(said) or said.startswith(start)
 

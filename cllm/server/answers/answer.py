@@ -155,7 +155,8 @@ def answer(
             await send(index, delta)
         if form.is_prompt_only:
             done = [
-                replace(_without_output(one), usage=replace(one.usage, n_output=0)) for one in done
+                replace(_without_output(one), usage=replace(one.usage, n_output=0, n_reasoning=0))
+                for one in done
             ]
         await form.look_up(engine, done)
         return done

@@ -301,11 +301,8 @@ class ClientTools:
 
     def field_of(self, function: object) -> str:
         """Return the field of the body that one of `functions` comes from, such as `tools[1].function`."""
-        return next(
-            place
-            for place, known in zip(self._fields, self.functions, strict=True)
-            if known is function
-        )
+        places = zip(self._fields, self.functions, strict=True)
+        return next((place for place, known in places if known is function), "tools")
 
     def known(self, name: str) -> ClientTool:
         """Return the tool that the model calls by this name; a plain function for an unknown name."""
@@ -421,13 +418,13 @@ def text_input_of(arguments: str) -> str:
 def messages_of(messages: Sequence[Any]) -> list[Any]:
     """Return the messages of a chat with calls of custom tools turned into calls of functions.
 
-    So is the one call of a message in OpenAI's older form, `function_call`.
+    A message's `function_call`, OpenAI's older form, becomes a call too.
     """
     tools = ClientTools()
 
     def with_functions(message: Any) -> Any:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        if calls is None and isinstance(message, Mapping) and message.get("function_call"):
+        if not calls and isinstance(message, Mapping) and message.get("function_call"):
             call = {"id": "call_0", "type": FUNCTION, FUNCTION: message["function_call"]}
             return {**message, "tool_calls": [call]}
         if not isinstance(calls, list):

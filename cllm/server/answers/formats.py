@@ -325,10 +325,12 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
 def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
     if logprobs is None:
         return None
-    content = [
-        {**_chat_logprob(p), "top_logprobs": [_chat_logprob(t) for t in p.top]} for p in logprobs
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [*map(with_top, logprobs)], "refusal": None}
+
+
+def with_top(logprob: TokenLogprob) -> dict[str, Any]:
+    """Return the log probability of a token, and those of the most likely ones, as chats and responses have them."""
+    return {**_chat_logprob(logprob), "top_logprobs": [*map(_chat_logprob, logprob.top)]}
 
 
 def _chat_logprob(logprob: TokenLogprob) -> dict[str, Any]:

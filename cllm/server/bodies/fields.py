@@ -100,7 +100,8 @@ def _text_with_media(text: object, media: object) -> list[object]:
 def _is_audio(file: object) -> bool:
     """True if base64 text is a file of audio."""
     try:
-        return isinstance(file, str) and is_audio(binascii.a2b_base64(file[:64].strip()[:16]))
+        head = file[:64].strip()[:16] if isinstance(file, str) else ""
+        return is_audio(binascii.a2b_base64(head.replace("-", "+").replace("_", "/")))
     except ValueError:
         return False
 

@@ -444,14 +444,15 @@ def constraint_of(response_format: object, field: str = "response_format") -> Co
         return Constraint({"json_schema": lenient(schema)}, {"json_schema": f"{field}.schema"})
     if kind == "json_schema":
         # Chat Completions have the schema in an object of its own; Responses, Anthropic and llama-server have it here.
-        inner, place = response_format, f"{field}.schema"
-        if "schema" not in response_format:
-            inner, place = response_format.get("json_schema", {}), f"{field}.json_schema.schema"
-        schema = inner.get("schema") if isinstance(inner, Mapping) else None
-        if not isinstance(schema, Mapping):
+        inner: object = response_format
+        place = f"{field}.schema"
+        is_here = response_format.get("schema") is not None or field != "response_format"
+        if not is_here or "json_schema" in response_format:
+            inner, place = response_format.get("json_schema"), f"{field}.json_schema.schema"
+        stated = inner if isinstance(inner, Mapping) else {}
+        if not isinstance(schema := stated.get("schema"), Mapping):
             raise invalid(place, "must be an object")
-        is_strict = inner.get("strict") is True
-        made = dict(schema) if is_strict else lenient(schema)
+        made = dict(schema) if stated.get("strict") is True else lenient(schema)
         return Constraint({"json_schema": made}, {"json_schema": place})
     raise invalid(f"{field}.type", "must be text, json_object or json_schema")
 

@@ -176,8 +176,8 @@ def problem_of(error: BaseException, name_of: Callable[[str], str] = str) -> Pro
     name_of : callable
         Returns the client's name of a field of the engine.
     """
-    if isinstance(error, InvalidRequestError):
-        error = type(error)(name_of(error.field), error.value, error.limit)
+    if isinstance(error, InvalidRequestError) and (name := name_of(error.field)) != error.field:
+        error = type(error)(name, getattr(error, "value", None), error.limit)
     match error:
         case Problem():
             return error

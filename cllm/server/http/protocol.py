@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,15 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from cllm.server.http.connections import Connections
 from cllm.server.http.problems import Problem
 
+try:
+    import fcntl
+    import termios
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 ANY_NUMBER = Connections(sys.maxsize)
-# Seconds that a client may still send, or read, after the answer that ends its connection.
-LINGER_S = 2.0
+LINGER_S = 2.0  # seconds that a client may still send after the answer that ends its connection
+PERIOD_S = 0.1  # between two looks at what a client of TLS has received
 
 
 class LingeringTransport:
@@ -51,17 +58,18 @@ class LingeringTransport:
         return self.is_lingering or self._transport.is_closing()
 
     def end(self) -> None:
-        """Close the connection of a client that has everything: at once, also with TLS."""
-        if self._is_tls:
+        """Close an idle connection: at once, also with TLS, if the client has everything."""
+        if self._is_tls and not n_unsent(self._transport):
             self._transport.abort()
         else:
             self.close()
 
     def _end_tls(self) -> None:
-        """Close the connection once all is sent; asyncio waits 30 s for the client's own end of TLS."""
-        if self._transport.get_write_buffer_size():
-            asyncio.get_running_loop().call_later(LINGER_S, self._end_tls)
-        else:
+        """Close the connection once the client has everything; asyncio waits 30 s for its own end of TLS."""
+        n_bytes = n_unsent(self._transport)
+        if n_bytes:
+            asyncio.get_running_loop().call_later(PERIOD_S, self._end_tls)
+        elif n_bytes is not None:
             self._transport.abort()
 
     def close(self) -> None:
@@ -71,7 +79,7 @@ class LingeringTransport:
         if not self._is_sending():
             self._transport.close()
             if self._is_tls:
-                asyncio.get_running_loop().call_later(LINGER_S, self._end_tls)
+                asyncio.get_running_loop().call_later(PERIOD_S, self._end_tls)
             return
         self.is_lingering = True
         asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
@@ -79,6 +87,21 @@ class LingeringTransport:
             if self._transport.can_write_eof():  # TLS cannot
                 self._transport.write_eof()
             self._transport.resume_reading()
+
+
+def n_unsent(transport: asyncio.WriteTransport) -> int | None:
+    """Return the number of bytes that the peer has not acknowledged; None if it is unknown, or the socket is closed.
+
+    What an event loop holds back of TLS is not known.  But it holds nothing back unless the kernel's buffer is full.
+    """
+    wire = transport.get_extra_info("socket")
+    if wire is None or fcntl is None or wire.fileno() < 0:
+        return None
+    try:
+        (n_bytes,) = struct.unpack("i", fcntl.ioctl(wire.fileno(), termios.TIOCOUTQ, bytes(4)))
+    except OSError:
+        return None
+    return int(n_bytes) + transport.get_write_buffer_size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +137,6 @@ class PunctualProtocol(HttpToolsProtocol):
     _n_pending = 0  # bytes received since a head, a part of a body or a request was complete
     _data = b""  # what is being parsed
     _is_in_body = _is_refused = False
-    _answered_at = 0.0  # when the last answer was complete
     _refusal: Problem | None = None  # error to send after the answer that is still running
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -195,10 +217,7 @@ class PunctualProtocol(HttpToolsProtocol):
     def close_idle(self) -> None:
         """See `Closable`."""
         self._stop_header_timer()
-        if self.loop.time() < self._answered_at + LINGER_S:  # the client may still be reading
-            self.transport.close()
-        else:
-            self.transport.end()  # type: ignore[attr-defined]
+        self.transport.end()  # type: ignore[attr-defined]
 
     def shutdown(self) -> None:
         """Close the connection, after an answer that is still running."""
@@ -223,7 +242,6 @@ class PunctualProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     def on_response_complete(self) -> None:
-        self._answered_at = self.loop.time()
         super().on_response_complete()
         if self._refusal is not None:
             self._refuse(self._refusal)

@@ -113,7 +113,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     n = _n(body, state)
     prompts = _prompts(body, n, state)
     # Without output, `echo` returns the prompts, scored with `logprobs`; otherwise their prefixes are cached.
-    is_prompt_only = body.max_tokens == 0
+    limits = (body.max_completion_tokens, body.max_tokens)
+    is_prompt_only = next((limit for limit in limits if limit is not None), None) == 0
     more = {"max_tokens": 1} if is_prompt_only else {}
     params, names = _params(body, state, default_max_tokens=COMPLETION_MAX_TOKENS, **more)
     lora = loras_of(engine, body.lora, body.model)
@@ -220,7 +221,7 @@ def _params(
     if (seed := getattr(body, "seed", None)) is not None:  # OpenAI's seeds have 64 bits
         changes["seed"] = seed % (MAX_SEED + 1)
     if body.max_completion_tokens is not None:
-        changes["max_tokens"] = body.max_completion_tokens
+        changes.setdefault("max_tokens", body.max_completion_tokens)
     elif "max_tokens" not in body.model_fields_set and default_max_tokens is not None:
         changes["max_tokens"] = default_max_tokens
     defaults = state.serving.sampling_defaults

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from cllm import Completion, FinishReason, SamplingOptions, TokenDelta
+from cllm import Completion, FinishReason, SamplingOptions, TokenDelta, TokenLogprob
 from cllm.log_once import log_once
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted
@@ -24,7 +25,8 @@ from cllm.server.answers.client_tools import (
     object_of,
     text_input_of,
 )
-from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
+from cllm.server.answers.event_blocks import CALL, REASONING, TEXT, Block, Blocks, Step
+from cllm.server.answers.formats import with_top
 from cllm.server.bodies.fields import Flag, Integer, Number, Text
 from cllm.server.bodies.schemas import Queued, constraint_of, sampling_of
 from cllm.server.http.body import SafeRoute
@@ -51,6 +53,7 @@ NAMES = {
     "max_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort",
     ".tool_call_id": ".call_id",
 }  # fmt: skip
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 UNKNOWN_ITEM = (
     "an item_reference names an item that is not stored here: the client must send it (store=False)"
 )
@@ -69,7 +72,7 @@ class ResponsesBody(Queued):
     """`POST /v1/responses`."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
-        ["store", "include", "user", "service_tier", "safety_identifier",
+        ["store", "user", "service_tier", "safety_identifier",
          "prompt_cache_key", "prompt_cache_retention", "client_metadata", "max_tool_calls",
          "context_management", "prompt_cache_options", "moderation", "access_programs",
          "background_options", "image", "personality"]
@@ -79,7 +82,6 @@ class ResponsesBody(Queued):
         "conversation": (None,),
         "background": (None, False),
         "truncation": (None, "disabled", "auto"),
-        "top_logprobs": (None, 0),
         "prompt": (None,),
     }
 
@@ -97,6 +99,14 @@ class ResponsesBody(Queued):
     stream: Flag | None = False
     stream_options: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+    include: list[Text] | None = None
+    top_logprobs: Integer | None = None
+
+    @property
+    def n_top(self) -> int | None:
+        """Number of the most likely tokens to return with each token of the text; None: no log probabilities."""
+        wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
+        return (self.top_logprobs or 0) if wanted else None
 
 
 @router.post("/responses", summary="Answer, as a list of items")
@@ -105,6 +115,9 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
     state, request_id = state_of(request), request_id_of(request)
     log_request(state, request_id, body.input)
     engine = state.serving
+    n_most = state.config.max_logprobs
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= n_most:
+        raise invalid("top_logprobs", f"is {body.top_logprobs}, must be 0 to {n_most}")
     call = chat_call_of(body, engine.sampling_defaults)
     call = replace(
         call,
@@ -148,6 +161,7 @@ def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
         name: value
         for name, value in (
             ("max_tokens", body.max_output_tokens),
+            ("logprobs", body.n_top),
             ("temperature", body.temperature),
             ("top_p", body.top_p),
         )
@@ -260,6 +274,8 @@ class ResponseForm(AnswerForm):
         self.request_id = request_id
         self._tools = client_tools_of(body)
         self._blocks = Blocks()
+        self._logprobs: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)  # by block
+        self._coming: list[TokenLogprob] = []  # tokens whose text has not come, or that have none
         self._n_events = 0
         self._has_begun = False
         self._head = {
@@ -285,8 +301,28 @@ class ResponseForm(AnswerForm):
     def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
         """See `AnswerForm`."""
         yield from self.begin()
+        self._coming += delta.logprobs or ()
+        logprobs = [*map(with_top, self._tokens_of(delta.text))] if delta.text else []
         for step in self._blocks.steps(delta):
-            yield from self._step(step)
+            is_text = step.what == "grow" and step.block.kind == TEXT
+            if is_text:
+                self._logprobs[step.block.index] += logprobs
+            yield from self._step(step, logprobs=logprobs if is_text else ())
+        if delta.reasoning or delta.tool_calls:
+            self._coming = []
+
+    def _tokens_of(self, text: str) -> list[TokenLogprob]:
+        """Return the tokens of a text that has come; those before it belong to markers, which have no text."""
+        data = text.encode()
+        begin = max(0, b"".join(each.bytes for each in self._coming).find(data))
+        found: list[TokenLogprob] = []
+        at = 0
+        while self._coming and at < begin + len(data):
+            token = self._coming.pop(0)
+            at += len(token.bytes)
+            if at > begin:
+                found.append(token)
+        return found
 
     def begin(self) -> Iterator[Event]:
         """Yield `response.created` and `response.in_progress` at the first call, nothing later; see `AnswerForm`."""
@@ -327,7 +363,9 @@ class ResponseForm(AnswerForm):
             items[-1]["status"] = "incomplete"
         return self._response(status, items, completion)
 
-    def _step(self, step: Step, status: str = "completed") -> Iterator[Event]:
+    def _step(
+        self, step: Step, status: str = "completed", logprobs: Sequence[dict[str, Any]] = ()
+    ) -> Iterator[Event]:
         block = step.block
         place = {"output_index": block.index, "item_id": self._id(block)}
         part = {"content_index": 0, **place}
@@ -343,7 +381,7 @@ class ResponseForm(AnswerForm):
             if block.kind == CALL and self._tool(block).kind != FUNCTION:
                 return  # the fields of its item are in the JSON, and sent when that is complete
             name = DELTA_NAMES[block.kind]
-            extra: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+            extra: dict[str, Any] = {"logprobs": logprobs} if name == "output_text" else {}
             where = place if block.kind == CALL else part
             yield self._event(f"response.{name}.delta", **where, delta=step.text, **extra)
         else:
@@ -351,9 +389,9 @@ class ResponseForm(AnswerForm):
                 yield from self._call_end(block, place)
             else:
                 name = DELTA_NAMES[block.kind]
-                extra = {"logprobs": []} if name == "output_text" else {}
+                done = _part(block.kind, block.text, self._logprobs[block.index])
+                extra = {"logprobs": done["logprobs"]} if name == "output_text" else {}
                 yield self._event(f"response.{name}.done", **part, text=block.text, **extra)
-                done = _part(block.kind, block.text)
                 yield self._event("response.content_part.done", **part, part=done)
             item = self._item(block, status)
             yield self._event("response.output_item.done", output_index=block.index, item=item)
@@ -386,7 +424,7 @@ class ResponseForm(AnswerForm):
             if status == "completed" and block.text and object_of(block.text) is None:
                 head["status"] = "incomplete"  # cut off by a stop string, or by the model itself
             return {**head, "call_id": block.id, **_called(self._tool(block), block.text)}
-        content = [_part(block.kind, block.text)]
+        content = [_part(block.kind, block.text, self._logprobs[block.index])]
         if block.kind == REASONING:
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}
@@ -432,10 +470,10 @@ def _called(tool: ClientTool, arguments: str) -> dict[str, Any]:
 DELTA_NAMES = {CALL: "function_call_arguments", REASONING: "reasoning_text", "text": "output_text"}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _usage(completion: Completion) -> dict[str, Any]:

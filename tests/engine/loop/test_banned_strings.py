@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cllm import Engine, FinishReason, InvalidRequestError, TokenDelta
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
-from cllm.testing import FakeEngine
+from cllm.testing import FakeEngine, FakeVocabulary
 from tests.conftest import QUIET
 
 TEXTS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "aab"]), min_size=1, max_size=20)
@@ -186,19 +186,30 @@ async def test_a_scripted_answer_leaves_out_what_begins_a_banned_string(
 
 @pytest.mark.anyio
 @pytest.mark.one_loop
-async def test_a_cancelled_output_has_no_banned_string_either() -> None:
+@pytest.mark.parametrize("leaves", [False, True], ids=["cancels", "leaves"])
+@pytest.mark.parametrize("waits", [False, True], ids=["early", "late"])
+async def test_an_output_that_is_cancelled_has_no_banned_string_either(
+    leaves: bool, waits: bool
+) -> None:
     """The engine is ahead of the reader, and may have written one."""
+    vocabulary = FakeVocabulary()
     async with FakeEngine(lambda _: "one two three four", stream_buffer=64) as engine:
         for n_read in range(9):
-            async with engine.stream("p", banned_strings=["three"]) as stream:
+            stream, text = engine.stream("p", banned_strings=["three"]), ""
+            async with stream:
                 for _ in range(n_read):
-                    await anext(stream)
-                while engine.statistics().n_running:
+                    text += (await anext(stream)).text
+                while waits and engine.statistics().n_running:
                     await anyio.lowlevel.checkpoint()
-                await stream.cancel()
-                text = "one two "[:n_read] + "".join([delta.text async for delta in stream])
-                completion = await stream.completion()
-            assert "three" not in completion.text
+                if not leaves:
+                    await stream.cancel()
+                    text += "".join([delta.text async for delta in stream])
+                    assert (await stream.completion()).text == text
+            completion = await stream.completion()
             assert completion.text.startswith(text)
-            if completion.finish_reason is FinishReason.CANCELLED:
-                assert len(completion.token_ids) == completion.usage.n_output
+            assert "three" not in completion.text
+            assert "one two three four".startswith(completion.text)
+            assert completion.usage.n_output == len(completion.token_ids)
+            assert completion.text == "".join(
+                vocabulary.piece(token).decode() for token in completion.token_ids
+            )
