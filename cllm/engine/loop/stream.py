@@ -510,10 +510,10 @@ class TokenStream:
         GenerationError
             No other token is possible, or the reader already has those that could be another.
         """
+        limit = "other strings: no other token is left where one of them begins"
+        strings = self._present.call.params.banned_strings
         placed = ban.placed(len(self._position), self._forced)
         if placed is None:
-            limit = "other strings: no other token is left where one of them begins"
-            strings = self._present.call.params.banned_strings
             self._fail(InvalidRequestError("banned_strings", strings, limit))
         kept, self._rest = placed.kept, placed.rest
         token = self._rest[0].token_ids[0]
@@ -529,6 +529,8 @@ class TokenStream:
         self._excluded = {n: tokens for n, tokens in self._excluded.items() if n <= n_before}
         self._forced = {n for n in self._forced if n < n_before}
         excluded = self._excluded.setdefault(n_before, set())
+        if token in excluded:  # the engine came back to it: it has no other
+            self._fail(InvalidRequestError("banned_strings", strings, limit))
         excluded.add(token)
         generated = self._position + tuple(t for delta in kept for t in delta.token_ids)
         await self._go_on_from(generated, excluded=sorted(excluded), unread=kept)
