@@ -142,8 +142,8 @@ class AnswerStream:
                 return await self._end(TokenDelta("", (), FinishReason.DEADLINE), Account())
             try:
                 event = await self._next_event()
-                has_failed = event is not None and failure_of(event) is not None
-                delta = None if event is None or has_failed else delta_of(event)
+                failure = None if event is None else failure_of(event)
+                delta = None if event is None or failure is not None else delta_of(event)
                 is_last = delta is not None and delta.finish_reason is not None
                 account = account_of(event) if event is not None and is_last else Account()
             except (httpx.TransportError, _CutOffError) as error:
@@ -153,7 +153,7 @@ class AnswerStream:
                 await self._fail(unlike_cllm(self._server, error))
             if event is None:
                 continue  # its time is over
-            if (failure := failure_of(event)) is not None:
+            if failure is not None:
                 if failure.status != UNAVAILABLE:
                     await self._fail(failure)
                 await self._move(failure)

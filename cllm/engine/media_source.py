@@ -6,7 +6,7 @@ import binascii
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +107,7 @@ class MediaSource:
             check_n_bytes(self.kind, source.n_bytes, InvalidRequestError)
             self.source = source
         elif isinstance(source, str | os.PathLike):
-            self.source = Path(str(new_path(self.kind, source, InvalidArgumentError)))
+            self.source = Path(cast(str, new_path(self.kind, source, InvalidArgumentError)))
         else:
             limit = "a path, the bytes of a file, or an array"
             raise InvalidArgumentError(self.kind, source, limit)

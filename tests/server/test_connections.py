@@ -91,7 +91,8 @@ def test_a_client_of_tls_keeps_its_connection_open_no_longer_than_others(
     async def close() -> None:
         idle, reading = Wire(is_tls=is_tls, n_unsent=0), Wire(is_tls=is_tls, n_unsent=9)
         closed, unknown = Wire(is_tls=is_tls, n_unsent=9), Wire(is_tls=is_tls, n_unsent=None)
-        for wire in (idle, reading):
+        unknown_idle = Wire(is_tls=is_tls, n_unsent=None)
+        for wire in (idle, reading, unknown_idle):
             LingeringTransport(cast(Any, wire), lambda: False).end()
         for wire in (closed, unknown):
             LingeringTransport(cast(Any, wire), lambda: False).close()
@@ -101,7 +102,7 @@ def test_a_client_of_tls_keeps_its_connection_open_no_longer_than_others(
         closed.n_unsent = reading.n_unsent = 0
         await pause()
         assert reading.done == closed.done == (["close", "abort"] if is_tls else ["close"])
-        assert unknown.done == ["close"]
+        assert unknown.done == unknown_idle.done == ["close"]
 
     asyncio.run(close())
 

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from cllm import InvalidRequestError, SamplingOptions, SamplingParams
 from cllm.engine.media_limits import is_audio
 from cllm.engine.media_parts import TYPES, media_of
-from cllm.engine.media_source import MediaSource
+from cllm.engine.media_source import OF_URLS, MediaSource
 from cllm.engine.sampling_params import CONSTRAINTS as CONSTRAINTS
 from cllm.engine.sampling_params import (
     MAX_BIASES,
@@ -101,7 +101,7 @@ def _is_audio(file: object) -> bool:
     """True if base64 text is a file of audio."""
     try:
         head = file[:64].strip()[:16] if isinstance(file, str) else ""
-        return is_audio(binascii.a2b_base64(head.replace("-", "+").replace("_", "/")))
+        return is_audio(binascii.a2b_base64(head.encode().translate(OF_URLS)))
     except ValueError:
         return False
 

@@ -59,7 +59,7 @@ class LingeringTransport:
 
     def end(self) -> None:
         """Close an idle connection: at once, also with TLS, if the client has everything."""
-        if self._is_tls and not n_unsent(self._transport):
+        if self._is_tls and n_unsent(self._transport) == 0:
             self._transport.abort()
         else:
             self.close()
