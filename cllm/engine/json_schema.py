@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain, combinations
+from math import inf
 from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin
 
@@ -62,7 +64,6 @@ CLOSED_INSIDE = frozenset(
         "oneOf",
         "prefixItems",
         "items",
-        "additionalItems",
         "additionalProperties",
     ]
 )
@@ -73,6 +74,10 @@ NOT_ENFORCED: dict[str, tuple[object, ...]] = {
     "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "$dynamicRef": (),
     "$recursiveRef": (),
 }  # fmt: skip
+# Keywords of a schema of keys that assert something, besides `type`.
+OF_NAMES = (ENFORCED | CLOSED_INSIDE | NOT_ENFORCED.keys() | {"pattern", "format", "$ref"}) - {
+    "type"
+}
 # Types that a keyword's value may have, and the limit in the error for any other value.
 SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("format", "pattern", "$ref", "$id", "$anchor"), ((str,), "text")),
@@ -88,9 +93,11 @@ MAX_SAID = 80  # characters of a keyword or a pattern in errors and logs
 N_IGNORED_MAX = 100
 # Patterns of `patternProperties` in one document: each is searched in each key.
 N_PATTERNS_MAX = 100
-N_COMPARED_MAX = 200  # parts of `oneOf` that are compared with each other
-MAX_SEARCHED = 256  # characters of a key in which patterns are searched
-N_QUANTIFIERS_MAX = 3  # quantifiers of a searched pattern: more can take exponential time
+N_COMPARED_MAX = 200  # kinds of the parts of `oneOf` that are compared with each other
+N_STEPS_MAX = 100_000  # steps of a search for a pattern in a key, some milliseconds with the GIL
+N_STEPS_LEAST = 100  # steps that any search takes
+N_ALL_STEPS_MAX = 2_000_000  # steps of all searches for the patterns of one schema
+N_QUANTIFIERS_MAX = 20  # quantifiers and alternatives of a pattern that is searched
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )  # others are annotations
@@ -195,6 +202,8 @@ class SchemaDocument:
         self.ignored: list[str] = []
         self._name = name
         self._n_kinds = self._n_patterns = 0
+        # Number of names of properties, and characters of the longest.
+        self._n_names = self._n_longest = 0
         self._bases: dict[int, str] = {}  # base URI of each schema, by its identity
         self._known: dict[str, object] = {"": root}  # schemas by URI, some with an anchor
         # Caches by the identity of schemas.  All schemas stay alive with the document.
@@ -222,6 +231,9 @@ class SchemaDocument:
             if isinstance(anchor, str) and anchor:
                 self._known.setdefault(f"{base}#{anchor}", schema)
         self._bases[id(schema)] = base
+        names = [*_mapping(schema.get("properties")), *_list_of(schema, "required")]
+        self._n_names += len(names)
+        self._n_longest = max([self._n_longest, *map(len, map(str, names))])
         for part in _parts_of(schema):
             self._index(part, base)
 
@@ -303,6 +315,7 @@ class SchemaDocument:
             return known
         # All schemas that apply to the same value; each one after the schemas that it refers to.
         nodes, order, seen = [(schema, False)], list[Mapping[str, Any]](), set[int]()
+        users: dict[int, list[Mapping[str, Any]]] = {}  # schemas that refer to each
         while nodes:
             node, is_done = nodes.pop()
             if is_done:
@@ -311,16 +324,21 @@ class SchemaDocument:
                 seen.add(id(node))
                 inner = (*self.all_of(node), *(p for parts in _choices_of(node) for p in parts))
                 nodes.append((node, True))
-                nodes += [(part, False) for part in inner if isinstance(part, Mapping)]
+                for part in {id(p): p for p in inner if isinstance(p, Mapping)}.values():
+                    users.setdefault(id(part), []).append(node)
+                    nodes.append((part, False))
         # Schemas may refer to themselves, so the least fixed point is computed, from empty sets.
         found: dict[int, frozenset[str]] = {id(node): frozenset() for node in order}
-        is_changed = True
-        while is_changed:
-            is_changed = False
-            for node in order:
-                types = self._own_types(node, found)
-                is_changed |= types != found[id(node)]
+        waiting, n_waiting = deque(order), Counter(found.keys())
+        while waiting:
+            node = waiting.popleft()
+            n_waiting[id(node)] -= 1
+            types = self._own_types(node, found)
+            if types != found[id(node)]:
                 found[id(node)] = types
+                again = [one for one in users.get(id(node), ()) if not n_waiting[id(one)]]
+                n_waiting.update(map(id, again))
+                waiting += again
         self._types.update({key: types for key, types in found.items() if key in self._bases})
         return found[id(schema)]
 
@@ -411,7 +429,8 @@ class SchemaDocument:
                 return part
             if not isinstance(part, Mapping):
                 raise InvalidRequestError(self._name, part, "made of mappings and booleans")
-            return self._close(self._with_count(self._with_names(part)), close, refer, part)
+            enforced = _with_items(self._with_count(self._with_names(part)))
+            return self._close(enforced, close, refer, part)
 
         body = close(schema)
         definitions = {}
@@ -475,25 +494,52 @@ class SchemaDocument:
         """Return the schema with `propertyNames` as `properties` or `patternProperties`."""
         names, properties = schema.get("propertyNames"), schema.get("properties") or {}
         seen: set[int] = set()
-        while isinstance(names, Mapping) and "$ref" in names and id(names) not in seen:
+        while (
+            isinstance(names, Mapping)
+            and names.keys() & OF_NAMES == {"$ref"}
+            and id(names) not in seen
+        ):
             seen.add(id(names))
             names = self.target(names)
         if not isinstance(names, Mapping):
             return schema
-        asserted = {key: value for key, value in names.items() if key in ENFORCED | {"pattern"}}
-        others = {key: value for key, value in schema.items() if key != "propertyNames"}
-        value = schema.get("additionalProperties", True)
-        if asserted.keys() <= {"type"} and "string" in self.types(names):
-            return others if names.keys() <= {"type", "title", "description"} else schema
-        choices = [text for values in values_of(names) for text in values]
-        if choices and asserted.keys() <= {"type", "enum", "const"}:
-            taken = {key: properties.get(key, value) for key in choices if isinstance(key, str)}
-            return {**others, "properties": taken, "additionalProperties": False}
-        is_free = not properties and "patternProperties" not in schema
-        if "pattern" in names and asserted.keys() <= {"type", "pattern"} and is_free:
-            patterns = {names["pattern"]: value}
-            return {**others, "patternProperties": patterns, "additionalProperties": False}
+        replaced = ("propertyNames", "patternProperties")
+        others = {key: value for key, value in schema.items() if key not in replaced}
+        value, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
+        if "string" not in self.types(names):
+            return schema
+        match tuple(names.keys() & OF_NAMES):
+            case ():
+                return others if patterns is None else {**others, "patternProperties": patterns}
+            case ("enum" | "const",):
+                (choices,) = values_of(names)
+                keys = [key for key in choices if isinstance(key, str)]
+                n_longest = max(map(len, keys), default=0)
+                if not self._are_quick(patterns or (), len(keys), n_longest):
+                    return schema
+                taken = {}
+                for key in keys:
+                    own = [properties[key]] if key in properties else []
+                    taken[key] = self.joined([*own, *_fitting(patterns or {}, key)] or [value])
+                return {**others, "properties": taken, "additionalProperties": False}
+            case ("pattern",) if not properties and patterns is None:
+                patterns = {names["pattern"]: value}
+                return {**others, "patternProperties": patterns, "additionalProperties": False}
         return schema
+
+    def _check_searches(self, schema: Mapping[str, Any]) -> None:
+        """Note patterns whose search in the names of properties could be slow."""
+        patterns = _mapping(schema.get("patternProperties"))
+        if not self._are_quick(patterns, self._n_names, self._n_longest):
+            first = max(patterns, key=lambda pattern: _n_steps(pattern, self._n_longest))
+            self.cannot(f"patternProperties: {first}", "its search could be slow")
+
+    @staticmethod
+    def _are_quick(patterns: Iterable[str], n_names: int, n_longest: int) -> bool:
+        """Return True if searches for patterns in so many names, up to this length, are quick."""
+        steps = [_n_steps(pattern, n_longest) for pattern in patterns] if n_names else []
+        n_all = sum(max(n, N_STEPS_LEAST) for n in steps) * n_names
+        return n_all <= N_ALL_STEPS_MAX and max(steps, default=0) <= N_STEPS_MAX
 
     # --- Objects ----------------------------------------------------------------------------
     def member(self, schema: object, key: str) -> object:
@@ -547,6 +593,7 @@ class SchemaDocument:
             return []
         for keyword in not_enforced(named := self._with_names(schema)):
             self.cannot(keyword)
+        self._check_searches(named)
         seen = (*seen, id(schema))
         found = [own(named)]
 
@@ -597,7 +644,7 @@ class Exclusions:
         """Return True if values of different parts certainly differ, by a key of all parts or by `differ`."""
         if self._are_told_apart(kinds):
             return True
-        if len(kinds) > N_COMPARED_MAX:
+        if sum(map(len, kinds)) > N_COMPARED_MAX:
             return False
         pairs = ((a, b) for one, other in combinations(kinds, 2) for a in one for b in other)
         return all(differ(a, b) for a, b in pairs)
@@ -788,19 +835,44 @@ def _fitting(patterns: Mapping[str, object], key: str) -> tuple[object, ...]:
     return tuple(schema for pattern, schema in patterns.items() if searches(pattern, key))
 
 
+@lru_cache(maxsize=1024)
+def _n_steps(pattern: str, n_characters: int) -> float:
+    """Return an upper bound of the steps that `re` takes to search for a pattern in a text of this length.
+
+    `re` tries all combinations: of the lengths that a quantifier allows, and of alternatives.
+    """
+    if re.search(r"\)[*+{]|\(\?[^:]", pattern):
+        return inf  # combinations of combinations, or flags that change what a pattern means
+    own = pattern.replace("(?:", "(")
+    n_lengths = len(re.findall(r"[*+{]", own))
+    n_choices = own.count("?") + own.count("|")
+    if n_lengths + n_choices > N_QUANTIFIERS_MAX:
+        return inf
+    return float((n_characters + 1) ** (1 + n_lengths) * 2**n_choices)
+
+
+def is_slow(pattern: str, text: str) -> bool:
+    """Return True if the search for a pattern in a text could be slow."""
+    return _n_steps(pattern, len(text)) > N_STEPS_MAX
+
+
+@lru_cache(maxsize=4096)
 def searches(pattern: str, text: str) -> bool:
     """Return True if a pattern is found in a text; False too if the search could be slow or is invalid."""
-    n_quantifiers = len(re.findall(r"[*+{]", pattern))
-    if (
-        len(text) > MAX_SEARCHED
-        or n_quantifiers > N_QUANTIFIERS_MAX
-        or re.search(r"\)[*+{]", pattern)
-    ):
+    if is_slow(pattern, text):
         return False
     try:
         return re.search(pattern, text) is not None
     except (re.error, OverflowError, RecursionError):
         return False
+
+
+def _with_items(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema with `prefixItems` and `items` in place of `additionalItems`, which older drafts have."""
+    kept = {key: value for key, value in schema.items() if key != "additionalItems"}
+    if not isinstance(items := schema.get("items"), list):
+        return kept
+    return {**kept, "prefixItems": items, "items": schema.get("additionalItems", True)}
 
 
 def _mapped(value: Any, keyword: str, close: Any) -> Any:

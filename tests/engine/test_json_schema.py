@@ -263,6 +263,14 @@ HOSTILE: list[Schema] = [
     {"$id": "http://[", "properties": {"a": {"$id": "x"}}}, {"type": {}}, {"anyOf": 3}, {"maxItems": -1},
     {"allOf": [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"a": {"type": "object"}}}]},
     {"$ref": "#/allOf/0", "allOf": [{"$ref": "#"}]}, {"enum": {}}, {"$ref": ""}, {"minItems": True},
+    *(
+        {"properties": {"a" * 200: {}}, "patternProperties": {pattern: {}}}
+        for pattern in ("a?" * 40 + "b", "(a|a)" * 40 + "b", "a*a*a*b", "(a*)*b", "a{1,90}a{1,90}b")
+    ),
+    {"properties": {f"a{n}": {} for n in range(4000)},
+     "patternProperties": {f"a*{n}": {} for n in range(100)}},
+    {"oneOf": [{"oneOf": [{"type": "object", "properties": {f"{m}": {"const": n}}}
+                          for n in range(20)]} for m in range(100)]},
 ]  # fmt: skip
 
 
@@ -288,6 +296,85 @@ def test_many_parts_that_one_key_tells_apart_are_enforced(key: str) -> None:
     for schema, keyword in (({"oneOf": parts}, "allOf"), ({"oneOf": [*parts, parts[7]]}, "oneOf")):
         closed = SchemaDocument("parameters", schema, is_strict=False).closed(schema)
         assert keyword in closed  # as `anyOf`, or as it is
+
+
+def test_types_are_found_through_a_long_chain_of_references_both_ways() -> None:
+    last = 4000
+    definitions: dict[str, Schema] = {
+        f"X{n}": {"anyOf": [{"$ref": f"#/$defs/X{n + 1}"}, {"$ref": f"#/$defs/X{n - 1}"}]}
+        for n in range(2, last)
+    }
+    definitions["X1"] = {"anyOf": [{"$ref": "#/$defs/X2"}, {"type": "null"}]}
+    definitions[f"X{last}"] = {"anyOf": [{"$ref": f"#/$defs/X{last - 1}"}, {"type": "string"}]}
+    root = {"properties": {"v": {"$ref": "#/$defs/X1"}}, "$defs": definitions}
+    document = SchemaDocument("parameters", root, is_strict=True)
+    assert document.types({"$ref": "#/$defs/X2000"}) == {"null", "string"}
+
+
+@pytest.mark.parametrize("pattern", ["x?" * 30, "(x|y)" * 30, "x*x*x*z", "(x+)+z", "(?x)(x+) +z"])
+def test_a_pattern_whose_search_could_be_slow_is_rejected_by_name_where_names_need_the_search(
+    pattern: str,
+) -> None:
+    schema = {"properties": {"x" * 60: {}}, "patternProperties": {pattern: {"type": "null"}}}
+    with pytest.raises(InvalidRequestError, match="its search could be slow"):
+        SchemaDocument("parameters", schema, is_strict=True).objects(schema)
+    lenient = SchemaDocument("parameters", schema, is_strict=False)
+    lenient.objects(schema)
+    assert len(lenient.ignored) == 1
+    assert pattern in closed(schema)[0]["patternProperties"]  # llguidance searches in linear time
+    unnamed: Schema = {"patternProperties": {pattern: {}}}  # no name to search in
+    SchemaDocument("parameters", unnamed, is_strict=True).objects(unnamed)
+
+
+ITEMS: list[tuple[Schema, list[Any], list[Any]]] = [
+    ({"prefixItems": [{"type": "integer"}], "additionalItems": False, "minItems": 1},
+     [[1], [1, "x"]], [["x"], []]),
+    ({"items": [{"type": "integer"}], "additionalItems": False}, [[1], []], [["x"], [1, 2]]),
+    ({"items": [{"type": "integer"}], "additionalItems": {"type": "null"}},
+     [[1], [1, None]], [[1, 2]]),
+    ({"items": {"type": "integer"}, "additionalItems": False}, [[1, 2]], [["x"]]),
+    ({"items": [{"type": "integer"}], "anyOf": [{"minItems": 1}], "additionalItems": False},
+     [[1]], [[1, 2]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), ITEMS, ids=str)
+def test_items_are_those_of_either_draft(
+    schema: Schema, right: list[Any], wrong: list[Any]
+) -> None:
+    grammar = f"start: %json {json.dumps(closed({'type': 'array', **schema})[0])}"
+    assert [takes(grammar, json.dumps(value)) for value in right] == [True] * len(right)
+    assert [takes(grammar, json.dumps(value)) for value in wrong] == [False] * len(wrong)
+
+
+NAMES: list[tuple[Schema, list[Any], list[Any]]] = [
+    ({"propertyNames": {"enum": ["a"]}, "patternProperties": {"^a$": {"type": "integer"}},
+      "additionalProperties": False}, [{"a": 1}, {}], [{"a": "x"}, {"b": 1}]),
+    ({"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": {"type": "integer"}},
+      "additionalProperties": {"type": "null"}}, [{"a": 1, "b": None}], [{"b": 1}, {"c": None}]),
+    ({"propertyNames": {"type": "string", "title": "It"}, "patternProperties": {"^x": {"const": 1}}},
+     [{"x": 1}, {"y": 2}], [{"x": 2}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), NAMES, ids=str)
+def test_the_schema_of_a_key_stays_beside_the_schema_of_all_keys(
+    schema: Schema, right: list[Any], wrong: list[Any]
+) -> None:
+    grammar = f"start: %json {json.dumps(closed({'type': 'object', **schema})[0])}"
+    assert [takes(grammar, json.dumps(value)) for value in right] == [True] * len(right)
+    assert [takes(grammar, json.dumps(value)) for value in wrong] == [False] * len(wrong)
+
+
+@pytest.mark.parametrize("names", [
+    {"enum": ["a", "b"], "not": {"const": "b"}}, {"enum": ["a", "b"], "const": "a"},
+    {"pattern": "^x", "not": {"const": "xy"}}, {"pattern": "^x", "minLength": 3},
+    {"$ref": "#/$defs/N", "not": {"const": "b"}},
+], ids=str)  # fmt: skip
+def test_a_schema_of_keys_with_several_assertions_is_not_cut_down_to_one(names: Schema) -> None:
+    schema = {"propertyNames": names, "$defs": {"N": {"enum": ["a", "b"]}}}
+    with pytest.raises(InvalidRequestError, match="propertyNames"):
+        closed(schema)
 
 
 def test_more_patterns_than_can_be_looked_for_are_rejected_by_name() -> None:
