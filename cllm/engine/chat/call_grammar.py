@@ -131,25 +131,52 @@ class CallGrammar:
 
     def strict(self) -> str:
         """Return a grammar for text with any number of calls, each of which satisfies its tool's schema."""
-        begin = self._literal(next(filter(None, self.syntax.triggers), ""))
-        lazy = "" if begin.startswith("<[") else "[lazy]"
-        rules = [
-            "start: (free stretch gap)* tail",
-            f"free{lazy}: TEXT {begin}",
-            "tail: TEXT",
-            r"TEXT: /(.|\n)*/",
-        ]
-        return "\n".join([*rules, *self.rules()[1:]])
+        syntax = self.syntax
+        # Behind an object without an end marker, the parser takes another object for a call.
+        is_open = isinstance(syntax, JsonCalls) and not (syntax.is_list or syntax.ends)
+        before = "OPEN" if syntax.is_bare else "TEXT"
+        behind = "OPEN" if syntax.is_bare or is_open else "TEXT"
+        rules = [r"TEXT: /(.|\n)*/", r"OPEN: /[ \t\r\n]*([^ \t\r\n\[{,;](.|\n)*)?/"]
+        start = before
+        if parts := self._stretches_behind("first", before, rules):
+            more = self._stretches_behind("next", behind, rules)
+            start = f"({parts}) gap (({more}) gap)* {behind} | {before}"
+        if syntax.is_bare:
+            start = f"({self._trigger()} stretch gap)* ({start})"
+        return "\n".join([f"start: {start}", *rules, *self.rules()[1:]])
+
+    def _stretches_behind(self, name: str, text: str, rules: list[str]) -> str:
+        """Return Lark for text up to any trigger and its stretch of calls, and add the rules that it uses."""
+        triggers = [*filter(None, self.syntax.triggers)]
+        # A call may also stand by itself, without the marker that begins a section.
+        stretches = ["stretch", "call"] if self._has_sections else ["stretch"] * len(triggers)
+        parts = []
+        for i, trigger in enumerate(triggers):
+            begin = self._literal(trigger)
+            lazy = "" if begin.startswith("<[") else "[lazy]"
+            rules.append(f"{name}_{i}{lazy}: {text} {begin}")
+            parts.append(f"{name}_{i} {stretches[i]}")
+        return " | ".join(parts)
+
+    @property
+    def _has_sections(self) -> bool:
+        is_named = isinstance(self.syntax, NamedCalls | TaggedCalls)
+        return is_named and len(self.syntax.triggers) > 1
 
     def _trigger(self) -> str:
         """Return the trigger of calls in Lark; it is optional if calls may be bare, without a trigger."""
-        begin = self._literal(next(filter(None, self.syntax.triggers), ""))
+        begin = self._begin
         return f"({begin})?" if begin and self.syntax.is_bare else begin
+
+    @property
+    def _begin(self) -> str:
+        """The trigger that calls are to have in Lark; empty without one."""
+        return self._literal(next(filter(None, self.syntax.triggers), ""))
 
     def rules(self) -> list[str]:
         """Return the rule `calls`, then the rules that it uses."""
         # Only the first stretch may be bare: after a call, only the trigger begins another stretch.
-        begin = self._literal(next(filter(None, self.syntax.triggers), ""))
+        begin = self._begin
         more = f" (gap {begin} stretch)*" if self.parallel and begin else ""
         rules = [f"calls: gap {self._trigger()} stretch{more}", GAP]
         names = " | ".join(f"call_{i}" for i in range(len(self.tools)))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
-import sys
 from ast import literal_eval as literal_of
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cllm.engine.chat.call_syntax import MAX_NAME, MAX_PYTHON, CallSink, section, typed_json
+from cllm.engine.chat.message_checks import finite
 from cllm.engine.chat.text_reader import EndOfTextError, MismatchError, Step, TextReader
 from cllm.engine.chat.tool_schema import ValueSchema
 from cllm.engine.json_schema import TYPES
@@ -117,7 +116,7 @@ def _python_value(reader: TextReader) -> Step[str]:
     try:
         # `true`, `false` and `null` are accepted as well.
         node = _Constants().visit(ast.parse(text, mode="eval").body)
-        return json.dumps(literal_of(node), ensure_ascii=False, allow_nan=False)
+        return json.dumps(finite(literal_of(node)), ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise MismatchError from None
 
@@ -151,11 +150,6 @@ class _Constants(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         values = {"true": True, "false": False, "null": None}
         return ast.Constant(values[node.id]) if node.id in values else node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        """Replace a number that overflows to infinity with the largest float, so that the call is kept."""
-        is_beyond = isinstance(node.value, float) and math.isinf(node.value)
-        return ast.Constant(sys.float_info.max) if is_beyond else node
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +280,7 @@ class ElementCalls:
         sink.begin(name)
         value = yield from self._element(reader, "invoke", parameters, 0)
         try:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
         except ValueError:
             raise MismatchError from None
         sink.arguments(text)

@@ -13,9 +13,10 @@ import re
 from ast import literal_eval as literal_of
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cllm.engine.chat.argument_text import is_quoted
+from cllm.engine.chat.message_checks import finite
 from cllm.engine.chat.text_reader import EndOfTextError, MismatchError, Step, TextReader
 from cllm.engine.chat.tool_schema import ValueSchema
 from cllm.engine.json_schema import TYPES, type_of
@@ -36,7 +37,7 @@ class CallSink(Protocol):
     """Receiver of parsed calls."""
 
     def begin(self, name: str, call_id: str | None = None, *, must_be_known: bool = False) -> None:
-        """Begin a call of a tool.  `MismatchError` if `name` is empty, or must be known and is not."""
+        """Begin a call of a tool.  `MismatchError` if a tool cannot have this name, or it must be known and is not."""
 
     def arguments(self, piece: str) -> None:
         """Add the next piece of the call's arguments, as JSON text."""
@@ -245,15 +246,29 @@ def _object_text(text: str) -> str:
     value = json.loads(text)
     if isinstance(value, str):
         try:
-            inner = json.loads(value or "{}", parse_constant=_no_constant)
+            value, text = _parsed(value or "{}")
         except (ValueError, RecursionError):
             raise MismatchError from None
-        value, text = inner, value or "{}"
     if value is None:
         return "{}"
     if not isinstance(value, dict):
         raise MismatchError
     return text
+
+
+def _parsed(text: str) -> tuple[Any, str]:
+    """Return the value of JSON and its text, with control characters inside strings escaped.
+
+    Raises
+    ------
+    ValueError
+        The text is not JSON.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant), text
+    except ValueError:
+        value = json.loads(text, parse_constant=_no_constant, strict=False)
+        return value, json.dumps(finite(value), ensure_ascii=False)
 
 
 def _no_constant(_: str) -> None:
@@ -581,7 +596,7 @@ def typed_json(text: str, types: frozenset[str]) -> str:
     if stripped in PYTHON_LITERALS and ("string" not in types or types == TYPES):
         return json.dumps(PYTHON_LITERALS[stripped])
     try:
-        value = json.loads(stripped, parse_constant=_no_constant)
+        value, stripped = _parsed(stripped)
     except (ValueError, RecursionError):
         is_possible = {"[": "array", "{": "object"}.get(stripped[:1]) in types
         found = _python_json(stripped) if is_possible else None
@@ -601,6 +616,6 @@ def _python_json(text: str) -> str | None:
     if not text.startswith(("[", "{")) or len(text) > MAX_PYTHON:
         return None
     try:
-        return json.dumps(literal_of(text), ensure_ascii=False, allow_nan=False)
+        return json.dumps(finite(literal_of(text)), ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None

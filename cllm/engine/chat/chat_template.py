@@ -18,7 +18,7 @@ from cllm.checks import MAX_TEMPLATE_BYTES, check_bool
 from cllm.engine.chat.control_tokens import ControlTokens, Guard, Piece
 from cllm.engine.chat.message_checks import Copier, check_messages, check_tools, with_reasoning
 from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
-from cllm.errors import InvalidRequestError
+from cllm.errors import InvalidRequestError, RequestError
 
 MAX_SHOWN = 300
 RENDER_S = 2.0
@@ -29,6 +29,10 @@ MODULE = "cllm.engine.chat.template_child"
 def template_child() -> JsonChild:
     """Return the child process that renders templates; the first rendering starts it."""
     return JsonChild(MODULE, str(MEMORY_BYTES))
+
+
+class TemplateLimitError(InvalidRequestError):
+    """A template needs more time or memory than it may have; on a busy machine the next try may succeed."""
 
 
 class ChatTemplate:
@@ -154,14 +158,16 @@ class ChatTemplate:
             limit = f"a template that renders within {MEMORY_BYTES >> 20} MiB"
             answer = {"kind": "limit", "error": limit}
         except OSError as error:
-            answer = {"kind": "failed", "error": f"no process for it can be started: {error}"}
+            raise RequestError(
+                f"the process that renders chats cannot be started: {error}"
+            ) from None
         if (text := answer.get("text")) is not None:
             return str(text)
         shown = guard.unmarked(answer["error"])
         shown = shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + "..."
         match answer["kind"]:
             case "limit":
-                raise InvalidRequestError("chat_template", self._source, shown)
+                raise TemplateLimitError("chat_template", self._source, shown)
             case "compile":
                 limit = f"a chat template that compiles: {shown}"
                 raise InvalidRequestError("chat_template", self._source, limit)

@@ -7,7 +7,8 @@ Use it on the tokenizer's thread only, except for `ChatTokenizer.close`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any
 
 from cllm.engine.chat.call_grammar import CallGrammar, RoutedCallGrammar
 from cllm.engine.chat.chat_prompt import TOOL_CHOICES, ChatPrompt
-from cllm.engine.chat.chat_template import ChatTemplate, template_child
+from cllm.engine.chat.chat_template import ChatTemplate, TemplateLimitError, template_child
 from cllm.engine.chat.control_tokens import Piece, tokens_of
 from cllm.engine.chat.conversation import mended, mended_tools, plain_tools
 from cllm.engine.chat.format_detection import QUESTION, detect_format
@@ -32,6 +33,9 @@ from cllm.errors import InvalidRequestError
 
 # Marks for the end of a message that the answer continues: the template's text after it is cut off.
 SENTINELS = tuple(map(chr, range(0xE0C0, 0xE0C8)))
+
+
+N_LIMITS = 2  # test messages of a template that may fail at its limits, perhaps on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,7 @@ class _KnownTemplate:
         self._source = source
         self._template = template
         self._find_spelled = spelled
+        self._n_limits = 0
 
     @cached_property
     def output_format(self) -> OutputFormat:
@@ -215,8 +220,20 @@ class _KnownTemplate:
         add_generation_prompt: bool,
         **template_kwargs: object,
     ) -> str:
-        pieces = self._pieces(messages, tools, add_generation_prompt, template_kwargs)
+        with self._limited():
+            pieces = self._pieces(messages, tools, add_generation_prompt, template_kwargs)
         return "".join(piece.text for piece in pieces)
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Let the first `N_LIMITS` test messages that need too much fail the request; later ones count as rejected."""
+        try:
+            yield
+        except TemplateLimitError as error:
+            self._n_limits += 1
+            if self._n_limits <= N_LIMITS:
+                raise
+            raise InvalidRequestError(error.field, error.value, error.limit) from None
 
     def _pieces(
         self,
@@ -250,6 +267,8 @@ class _KnownTemplate:
         for name, (tools, kwargs) in ways.items():
             try:
                 self._template.render_checked([QUESTION], tools, True, kwargs)
+            except TemplateLimitError:
+                raise
             except InvalidRequestError:
                 continue
             return name
@@ -267,7 +286,7 @@ class _KnownTemplate:
         try:
             pieces = self._pieces(messages, tools, begins_answer, kwargs)
         except InvalidRequestError as error:
-            if not tools:
+            if not tools or isinstance(error, TemplateLimitError):
                 raise
             try:
                 pieces = self._pieces(messages, plain_tools(tools), begins_answer, kwargs)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from cllm.engine.chat.call_syntax import CallSyntax, JsonCalls, NamedCalls, TaggedCalls
+from cllm.engine.chat.chat_template import TemplateLimitError
 from cllm.engine.chat.named_formats import DEFAULT_CALLS, named_format
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.errors import InvalidRequestError
@@ -110,6 +111,8 @@ class _Detection:
         """Return the rendered text after the question; "" if the template rejects the messages."""
         try:
             text = self._render(messages, [TOOL], add_generation_prompt)
+        except TemplateLimitError:
+            raise
         except InvalidRequestError:
             return ""
         return text[text.rfind(QUESTION["content"]) + len(QUESTION["content"]) :]

@@ -8,7 +8,7 @@ MAX_DEPTH = 64
 SPACE = " \t\r\n"
 PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
-MAX_SCALAR = 400
+MAX_SCALAR = 308  # an integer of so many digits has at most 1,024 bits
 DELIMITERS = ",]} \t\r\n:"
 HEX = "0123456789abcdefABCDEF"
 # Control characters with their escapes: models write them into strings without the escape.
@@ -54,7 +54,8 @@ class JsonScanner:
     def ends_here(self) -> bool:
         """Return True if the value is complete at the end of the text, which is what ends a lone number."""
         if not self._open and self._scalar and SCALAR.fullmatch(self._scalar):
-            self.is_done = True
+            self._out.append(self._scalar)
+            self._scalar, self.is_done = "", True
         return self.is_done
 
     def scan(self, text: str, at: int) -> int:
@@ -63,7 +64,7 @@ class JsonScanner:
         Raises
         ------
         NotJsonError
-            The text is not JSON, has over 64 levels, or a number of over 400 characters.
+            The text is not JSON, has over 64 levels, or a number of over 308 characters.
         """
         while at < len(text) and not self.is_done:
             at = self._string(text, at) if self._is_string else self._structure(text, at)
@@ -114,10 +115,10 @@ class JsonScanner:
                 if len(self._scalar) >= MAX_SCALAR:
                     raise NotJsonError(at)
                 self._scalar += character
-                self._out.append(character)
                 return at + 1
             if not SCALAR.fullmatch(self._scalar):
                 raise NotJsonError(at)
+            self._out.append(self._scalar)
             self._scalar = ""
             self._ended()
             return at
@@ -125,7 +126,8 @@ class JsonScanner:
             self._out.append(character)
             return at + 1
         self._token(character, at)
-        self._out.append(character)
+        if not self._scalar:  # a scalar is in the output when it is complete
+            self._out.append(character)
         return at + 1
 
     def _token(self, character: str, at: int) -> None:

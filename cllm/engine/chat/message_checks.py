@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from math import copysign, isfinite, isinf
 from typing import Any, TypeVar
 
 from cllm.checks import MAX_CHAT_BYTES, encode_text
 from cllm.engine import media_parts
+from cllm.engine.chat.json_scanner import MAX_DEPTH
 from cllm.engine.chat.media_marks import MediaMarks
 from cllm.engine.chat.readable import TEXTS, WORDS, text_of, words_of
 from cllm.engine.media_parts import media_of
@@ -23,12 +26,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 1 << 16
 MAX_TOOLS = 256
 MAX_NAME, MAX_ID = 128, 256  # characters
-MAX_DEPTH = 32
 MAX_INTEGER_BITS = 1024
 # The event loop copies so many values in 0.1 s.
 MAX_VALUES = 1 << 18
 # Types of values that need neither a check nor a copy.
-PLAIN = (type(None), bool, float)
+PLAIN = (type(None), bool)
 # Fields that may have a message's reasoning; transformers fills the first from the others.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -131,8 +133,13 @@ def _check_schema(field: str, schema: object) -> None:
         raise InvalidRequestError(f"{field}.required", required, "a list of names")
 
 
+def is_name(name: str) -> bool:
+    """Return True if a tool, or a call, may have this name."""
+    return 1 <= len(name) <= MAX_NAME and name.isprintable()
+
+
 def _check_name(field: str, name: object) -> None:
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+    if not isinstance(name, str) or not is_name(name):
         raise InvalidRequestError(field, name, f"1 to {MAX_NAME} printable characters")
 
 
@@ -166,6 +173,8 @@ class Copier:
                 raise InvalidRequestError(field, value, f"at most {MAX_INTEGER_BITS} bits")
             return int(value)
         if isinstance(value, float):
+            if not isfinite(value):
+                raise InvalidRequestError(field, value, "a finite number")
             return float(value)
         if depth >= MAX_DEPTH:
             raise InvalidRequestError(
@@ -206,6 +215,8 @@ class Copier:
                 return False
             self._count(n_bytes)
             return True
+        if type(value) is float:
+            return isfinite(value)
         return type(value) in PLAIN
 
     def _text(self, field: str, text: object) -> str:
@@ -338,7 +349,7 @@ def _parse_arguments(field: str, message: dict[str, Any], copier: Copier) -> Non
         if isinstance(arguments, dict):
             name = f"{field}[{i}].function.arguments"
             # Copied again with its checks: JSON text can have lone surrogates and deep nesting.
-            function["arguments"] = copier.copy(name, arguments)
+            function["arguments"] = copier.copy(name, finite(arguments))
 
 
 def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -348,3 +359,12 @@ def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def finite(value: Any) -> Any:
+    """Return a value with the largest float in place of infinity: Python reads that from 1e999."""
+    if isinstance(value, float) and isinf(value):
+        return copysign(sys.float_info.max, value)
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cllm.engine.chat.call_syntax import CallSyntax, TaggedCalls
+from cllm.engine.chat.message_checks import MAX_ID, is_name
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.engine.chat.text_reader import (
     SPACE,
@@ -280,12 +281,14 @@ class OutputParser:
 
     def begin(self, name: str, call_id: str | None = None, *, must_be_known: bool = False) -> None:
         """See `CallSink`."""
-        if not name or (must_be_known and not self.knows(name)):
+        # The limits are those of messages: clients send a call back.
+        if not is_name(encodable(name)) or (must_be_known and not self.knows(name)):
             raise MismatchError
         self._is_left_out = bool(self.n_calls) and not self._allows_several
         if self._is_left_out:
             return
-        call_id = call_id or self._call_ids.next()
+        if not call_id or len(call_id) > MAX_ID:
+            call_id = self._call_ids.next()
         self._held = ToolCallDelta(self.n_calls, encodable(call_id), encodable(name), "")
         self._n_held = 0
         self.n_calls += 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cllm.engine.chat.chat_template import TemplateLimitError
 from cllm.engine.chat.format_detection import (
     IDS,
     KEY,
@@ -149,5 +150,7 @@ def _with_text(tool_call: dict[str, Any]) -> dict[str, Any]:
 def _rendered(render: Callable[[], str]) -> str:
     try:
         return render()
+    except TemplateLimitError:
+        raise
     except InvalidRequestError:
         return ""

@@ -1,6 +1,6 @@
 """Strings that must not occur in an output, even across several tokens.  Pure.
 
-Deltas are held back while their text may be the beginning of such a string.  The last delta with text is
+Deltas are held back while their text may be the beginning of such a string.  The last delta with output is
 always held back: the rest of its token's text may follow in a later delta.  When a banned string is complete,
 the deltas from its first token on are dropped, and that token is excluded at its position.  Where a
 constraint allows no other token there, a later token is excluded, or one before.
@@ -51,7 +51,8 @@ class Ban:
 
         while not is_free() and len(rest) > 1:
             kept.append(rest.pop(0))
-            while not kept[-1].text and len(rest) > 1:  # the text of a token is in a later delta
+            # The output of a token may be in a later delta.
+            while not _has_output(kept[-1]) and len(rest) > 1:
                 kept.append(rest.pop(0))
         if not is_free():
             kept = [*self.kept]
@@ -130,8 +131,9 @@ class BannedStrings:
         """Return the ban of a string that begins at this place of the held text; None if no token begins there."""
         ends = accumulate(len(d.text) for d in self._held)
         first = next(i for i, end in enumerate(ends) if end > start)
-        # The text of a delta may belong to the tokens of earlier deltas that had no text.
-        while first > 0 and not (self._held[first].token_ids and self._held[first - 1].text):
+        # The text of a delta may belong to the tokens of earlier deltas without output.
+        held = self._held
+        while first > 0 and not (held[first].token_ids and _has_output(held[first - 1])):
             first -= 1
         if not self._held[first].token_ids:
             return None
@@ -140,8 +142,8 @@ class BannedStrings:
     @property
     def _n_sure(self) -> int:
         """Return how many held deltas are safe: none of their tokens can begin a banned string."""
-        with_text = [i for i, delta in enumerate(self._held) if delta.text]
-        return with_text[-1] if with_text else 0
+        with_output = [i for i, delta in enumerate(self._held) if _has_output(delta)]
+        return with_output[-1] if with_output else 0
 
     def _n_maybe(self, text: str) -> int:
         """Return the length of the longest end of a text with which a banned string begins."""
@@ -157,7 +159,7 @@ class BannedStrings:
     def _release(self, n_safe: int, *, everything: bool) -> None:
         """Make the first held deltas ready for `take`: all with `everything`.
 
-        Otherwise those before the last delta with text, if their own text ends within `n_safe` characters.
+        Otherwise those before the last delta with output, if their own text ends within `n_safe` characters.
         """
         ends = accumulate(len(delta.text) for delta in self._held)
         n_released = len(self._held) if everything else sum(end <= n_safe for end in ends)
@@ -165,6 +167,11 @@ class BannedStrings:
             n_released = min(n_released, self._n_sure)
         self._ready += self._held[:n_released]
         del self._held[:n_released]
+
+
+def _has_output(delta: TokenDelta) -> bool:
+    """Return True if a delta has text, reasoning or a part of a tool call."""
+    return bool(delta.text or delta.reasoning or delta.tool_calls)
 
 
 def _without_text(delta: TokenDelta) -> TokenDelta:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from cllm.bindings import Model
-from cllm.engine.chat.call_grammar import RoutedCallGrammar
+from cllm.engine.chat.call_grammar import CallGrammar, RoutedCallGrammar
+from cllm.engine.chat.call_syntax import JsonCalls
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import ChatTokenizer
+from cllm.engine.chat.output_parser import OutputParser
 from cllm.engine.chat.routed_turn import HARMONY
 from cllm.engine.chat.tool_schema import parameters_of
 from cllm.engine.config import EMBEDDED_MODEL
@@ -294,6 +296,58 @@ def test_strict_tools_leave_text_free_and_calls_right(model: Model, guidance: Gu
     assert is_whole(matcher, model, begin + '{"city": "A"}}\n</tool_call>')
     tokens = model.vocab.tokenize(begin + '{"town": 5', add_special=False)
     assert matcher.try_consume_tokens(tokens) < len(tokens)
+
+
+RIGHT, WRONG = '{"city": "A"}', '{"town": 5}'
+CODED = "<function=get_weather>\n<parameter=city>\n@\n</parameter>\n</function>"
+LLAMA_CALL = '{"name": "get_weather", "parameters": @}'
+# Calls as models write them, with the arguments left out, by the stem of the template; and if the grammar of calls
+# has this spelling too.
+SPELLED: list[tuple[str, str, bool]] = [
+    ("meta-llama-Llama-3.1-8B-Instruct", LLAMA_CALL, True),
+    ("meta-llama-Llama-3.1-8B-Instruct", f" \n[{LLAMA_CALL}]", False),
+    ("meta-llama-Llama-3.1-8B-Instruct", f"It is<|python_tag|>{LLAMA_CALL}", True),
+    ("meta-llama-Llama-3.1-8B-Instruct", f"{LLAMA_CALL}; {LLAMA_CALL}", False),
+    ("Qwen3-Coder", f"<tool_call>\n{CODED}\n</tool_call>", True),
+    ("Qwen3-Coder", f"Let me see.\n{CODED}", True),
+    ("ibm-granite-granite-3.3-2B-Instruct", 'Hm <tool_call>[{"name": "get_weather", "arguments": @}]', False),
+    ("CohereForAI-c4ai-command-r-plus-tool_use", 'Action: ```json\n[{"tool_name": "get_weather", "parameters": @}]\n```', True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "is_written"), SPELLED, ids=range(len(SPELLED)))
+def test_strict_tools_constrain_every_spelling_of_a_call_that_is_read_as_one(
+    name: str, text: str, is_written: bool, model: Model, guidance: Guidance
+) -> None:
+    answer = answer_of(model, name, strict=True)
+    assert answer.grammar is not None
+    matcher = guidance.compile("tools", answer.grammar).start().matcher
+    right, wrong = (RIGHT, WRONG)
+    if CODED in text:
+        right, wrong = "A", "A\n</parameter>\n<parameter=x>\n5"
+    called = text.replace("@", right)
+    _, _, calls = channels_of(OutputParser(answer.output_format, answer.tools), [called])
+    assert {name for name, _ in calls} == {"get_weather"}
+    assert is_whole(matcher, model, called) is is_written
+    # The last call is wrong.
+    begin, _, end = text.rpartition("@")
+    written = begin.replace("@", right) + wrong + end
+    tokens = model.vocab.tokenize(written, add_special=False)
+    assert matcher.deep_copy().try_consume_tokens(tokens) < len(tokens)
+    for free in ("Hello <b>there</b>.", "A list: [1, {}]"):
+        assert is_whole(matcher, model, free)
+
+
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_strict_tools_of_a_notation_without_markers_leave_text_free(
+    is_bare: bool, model: Model, guidance: Guidance
+) -> None:
+    grammar = CallGrammar(JsonCalls((), is_bare=is_bare), parameters_of([TOOL]), True, {})
+    matcher = guidance.compile("tools", grammar.strict()).start().matcher
+    assert is_whole(matcher, model, "Hello.")
+    call = '{"name": "get_weather", "arguments": {"city": "A"}}'
+    assert is_whole(matcher, model, call)
+    assert is_whole(matcher, model, call.replace("city", "town")) is not is_bare
 
 
 def only(**schema: Any) -> dict[str, Any]:

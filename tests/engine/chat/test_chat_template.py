@@ -343,7 +343,7 @@ def test_empty_tool_calls_and_tools_are_none() -> None:
 
 
 DEEP: Any = []
-for _ in range(40):
+for _ in range(80):
     DEEP = [DEEP]
 MANY = (
     '"a": [' + "0," * (MAX_VALUES // 3) + "0]"
@@ -384,7 +384,9 @@ BAD_MESSAGES: list[tuple[object, str]] = [
     ([{**user(""), "name": b"x"}], "messages[0].name"),
     ([{**user(""), "a": {"b": [1, {2}]}}], "messages[0].a.b[1]"),
     ([{**user(""), "n": 1 << 2000}], "messages[0].n"),
-    ([{**user(""), "deep": DEEP}], "messages[0].deep" + "[0]" * 31),
+    ([{**user(""), "n": float("inf")}], "messages[0].n"),
+    ([{**user(""), "n": [float("nan")]}], "messages[0].n[0]"),
+    ([{**user(""), "deep": DEEP}], "messages[0].deep" + "[0]" * 63),
 ]
 
 
@@ -414,7 +416,8 @@ def test_bad_messages_are_named(messages: object, field: str) -> None:
         ([{"type": "hammer", "function": {"name": "f"}}], "tools[0].type"),
         ([SIMPLE_TOOL, SIMPLE_TOOL], "tools[1].function.name"),
         ([{"a": {"b": {3: 4}}}], "tools[0].a.b"),
-        ([{"a": DEEP}], "tools[0].a" + "[0]" * 31),
+        ([{"a": {"maxLength": float("inf")}}], "tools[0].a.maxLength"),
+        ([{"a": DEEP}], "tools[0].a" + "[0]" * 63),
     ],
 )
 def test_bad_tools_are_named(tools: object, field: str) -> None:

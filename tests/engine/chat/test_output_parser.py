@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from cllm.engine.chat.call_literals import PythonCalls
 from cllm.engine.chat.call_syntax import JsonCalls, NamedCalls, TaggedCalls
+from cllm.engine.chat.message_checks import MAX_ID, MAX_NAME, check_messages
 from cllm.engine.chat.named_formats import DEFAULT_CALLS, NAMED, THINK
 from cllm.engine.chat.output_format import OutputFormat
 from cllm.engine.chat.output_parser import OutputParser
@@ -200,6 +202,23 @@ ONCE: dict[str, tuple[str, str, Channels]] = {
         ("", "", [("save", '{"item": 5}')]),
     ),
     "a word that is a trigger too": ("firefunction", "Use functools", ("Use functools", "", [])),
+    "a line end inside a string of a value": (
+        "coder",
+        '<tool_call>\n<function=save>\n<parameter=obj>\n[{"old": "a\nb"}]\n</parameter>\n'
+        "</function>\n</tool_call>",
+        ("", "", [("save", '{"obj": [{"old": "a\\nb"}]}')]),
+    ),
+    "a line end inside a string of arguments that are a string": (
+        "hermes",
+        '<tool_call>{"name": "save", "arguments": "{\\"text\\": \\"a\\nb\\"}"}</tool_call>',
+        ("", "", [("save", '{"text": "a\\nb"}')]),
+    ),
+    "a number beyond all floats": (
+        "minimax-m3",
+        f'{MARK}<tool_call>\n{MARK}<invoke name="save">{MARK}<n>1e999{MARK}</n>'
+        f"{MARK}</invoke>\n{MARK}</tool_call>",
+        ("", "", [("save", f'{{"n": {sys.float_info.max!r}}}')]),
+    ),
     "a half of a character in an escape": (
         "hermes",
         '<tool_call>{"name":"\\ud800","arguments":{}}</tool_call>',
@@ -333,3 +352,47 @@ def test_a_string_of_a_python_call_may_have_raw_control_characters(text: str) ->
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [
         ("save", {"text": text})
     ]
+
+
+def hermes_call(name: str, arguments: object, **others: object) -> str:
+    called = {"name": name, "arguments": arguments, **others}
+    return f"<tool_call>{json.dumps(called, ensure_ascii=False)}</tool_call>"
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return {"a": value}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        hermes_call("x" * MAX_NAME, {}), hermes_call("save", {}, id="i" * MAX_ID),
+        hermes_call("save", {}, id="i" * (MAX_ID + 1)), hermes_call("save", nested(60)),
+        hermes_call("save", {"n": 10**308 - 1}), hermes_call("save", {"n": -(10**307) + 1}),
+        '<tool_call>{"name": "save", "arguments": {"n": 1e999}}</tool_call>',
+    ],
+    ids=range(7),
+)  # fmt: skip
+def test_a_call_can_be_sent_back(text: str) -> None:
+    parser = OutputParser(HERMES, TOOLS)
+    content, _, calls = channels_of(parser, [text])
+    assert content == ""
+    ((name, arguments),) = calls
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "i" * MAX_ID, "type": "function", "function": function}
+    check_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        hermes_call("x" * (MAX_NAME + 1), {}), hermes_call("get\nweather", {}),
+        hermes_call("save", nested(70)), hermes_call("save", {"n": 10**400}),
+    ],
+    ids=range(4),
+)  # fmt: skip
+def test_a_call_that_could_not_be_sent_back_is_content(text: str) -> None:
+    assert parsed(HERMES, [text]) == (text, "", [])

@@ -6,15 +6,17 @@ import os
 import re
 import subprocess
 import threading
+from typing import Any
 
 import pytest
 
 from cllm.checks import MAX_TEMPLATE_BYTES
 from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate, template_child
+from cllm.engine.chat.chat_tokenizer import _KnownTemplate
 from cllm.engine.chat.template_child import MAX_TEXT
-from cllm.engine.child_process import JsonChild
-from cllm.errors import ClosedError, InvalidRequestError
+from cllm.engine.child_process import EndedError, JsonChild, TooSlowError
+from cllm.errors import ClosedError, InvalidRequestError, RequestError
 from tests.conftest import IS_SANITIZED
 from tests.engine.chat.conftest import CHILD
 
@@ -353,9 +355,8 @@ def test_a_closed_one_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_process_that_does_not_start_is_no_fault_of_the_template() -> None:
     child = JsonChild("cllm.engine.chat.nowhere")
     chat = ChatTemplate("", bos_token="", eos_token="", control_names=[], child=child)
-    with pytest.raises(InvalidRequestError, match=r"chat\.nowhere does not start") as caught:
+    with pytest.raises(RequestError, match=r"chat\.nowhere does not start"):
         chat.render(MESSAGES)
-    assert caught.value.field == "messages"
     child.close()
 
 
@@ -370,3 +371,20 @@ def test_a_forked_process_does_not_wait_for_its_parents_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert child._process.poll() is None, "it is the parent's"
     child.close()
+
+
+@pytest.mark.parametrize("error", [TooSlowError, EndedError, OSError(24, "Too many open files")])
+def test_a_failure_that_may_pass_is_not_kept_as_a_property_of_the_template(
+    error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    known = _KnownTemplate(source, template(source), lambda _: {}, lambda _: ())
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonChild, "ask", fail)
+        for _ in range(2):
+            with pytest.raises(RequestError):
+                known.abilities  # noqa: B018
+    assert known.abilities.system

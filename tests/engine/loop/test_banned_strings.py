@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm import Engine, FinishReason, InvalidRequestError, TokenDelta
+from cllm import Engine, FinishReason, InvalidRequestError, TokenDelta, ToolCallDelta
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
 from cllm.testing import FakeEngine, FakeVocabulary
 from tests.conftest import QUIET
@@ -72,6 +72,25 @@ def test_a_token_whose_text_came_later_has_begun_it() -> None:
     assert found is not None
     assert found.kept == (TokenDelta("a", (1,)),)
     assert [delta.token_ids for delta in found.rest] == [(2,), (3,), (4,)]
+
+
+def test_reasoning_and_calls_are_let_through_and_a_ban_of_the_answer_keeps_them() -> None:
+    banned = BannedStrings(["Sure"])
+    thought = [TokenDelta("", (n,), reasoning=f"{n}") for n in range(3)]
+    released: list[TokenDelta] = []
+    for delta in thought:
+        assert banned.push(delta) is None
+        released += iter(banned.take, None)
+    assert released == thought[:-1]
+    assert banned.push(TokenDelta("Su", (3,))) is None
+    found = banned.push(TokenDelta("re", (4,)))
+    assert found is not None
+    assert [d.token_ids for d in (*iter(banned.take, None), *found.kept)] == [(2,)]
+    assert found.rest[0].token_ids == (3,)
+    banned = BannedStrings(["Sure"])
+    calls = [TokenDelta("", (n,), tool_calls=(ToolCallDelta(0, "a", "f", ""),)) for n in range(3)]
+    assert [banned.push(delta) for delta in calls] == [None] * 3
+    assert list(iter(banned.take, None)) == calls[:-1]
 
 
 @pytest.mark.anyio
