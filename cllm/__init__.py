@@ -59,6 +59,8 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestError,
         RpcServerError,
+        WrongProcessError,
+        WrongThreadError,
     )
 
 __version__ = "0.1.0"  # the version in pyproject.toml; a test compares them
@@ -120,6 +122,8 @@ __all__ = (
     "ToolCall",
     "ToolCallDelta",
     "Usage",
+    "WrongProcessError",
+    "WrongThreadError",
 )
 
 _SUBMODULES = ("bindings", "engine", "errors", "sync")
@@ -180,6 +184,8 @@ _MODULE_OF = {
     "ToolCall": "cllm.engine.output",
     "ToolCallDelta": "cllm.engine.output",
     "Usage": "cllm.engine.output",
+    "WrongProcessError": "cllm.errors",
+    "WrongThreadError": "cllm.errors",
 }
 
 

@@ -24,6 +24,7 @@ CllmError
 │   ├── GenerationError                 one request failed while running; its cause is attached
 │   ├── EmbeddingError                  texts could not be embedded or ranked; its cause is attached
 │   └── DeadlineError                   the time of the request has passed; also a TimeoutError
+├── EncodeCancelledError                you cancelled the encoding of an image or a recording
 ├── StaleLogitsError                    a later decode has overwritten these logits
 ├── EngineFailedError                   the engine has stopped; __cause__ says why
 ├── ClosedError                         you closed it
@@ -68,6 +69,7 @@ __all__ = (
     "LibraryNotFoundError",
     "LlamaCallError",
     "MissingExtraError",
+    "ModelChangedError",
     "ModelLoadError",
     "NoKVSlotError",
     "NotGenerativeError",
@@ -77,6 +79,7 @@ __all__ = (
     "RequestError",
     "RpcServerError",
     "StaleLogitsError",
+    "TooMuchTextError",
     "WrongProcessError",
     "WrongThreadError",
 )

@@ -1,13 +1,24 @@
-"""log_once: warnings that quote text of callers, each logged once, and a limited number of each message."""
+"""The level of the log, and warnings that quote text of callers: each once, a limited number of each message."""
 
 from __future__ import annotations
 
 import logging
+import os
 
 N_CHARACTERS_MAX = 80  # of each quoted text
 N_LINES_MAX = 64  # log lines with the same message
 
 _said: dict[str, set[tuple[str, ...]]] = {}
+
+
+def log_level() -> int | None:
+    """Return the level that `CLLM_LOG_LEVEL` names; None if it is unset or names no level, which is logged."""
+    name = os.environ.get("CLLM_LOG_LEVEL")
+    level = logging.getLevelNamesMapping().get(name.upper()) if name else None
+    if name and level is None:
+        message = "CLLM_LOG_LEVEL is '%s', must be debug, info, warning or error"
+        log_once(logging.getLogger("cllm"), message, name)
+    return level
 
 
 def log_once(logger: logging.Logger, message: str, *words: object) -> None:

@@ -24,7 +24,8 @@ from cllm.engine.loop.loop_thread import LoopThread
 from cllm.engine.loop.stream import TokenStream as AsyncStream
 from cllm.engine.output import TokenDelta
 from cllm.engine.request import ModelInfo
-from cllm.errors import ClosedError
+from cllm.engine.sampling_params import SamplingOptions
+from cllm.errors import ClosedError, WrongThreadError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class Engine:
         self._asynchronous = AsyncEngine(model, config=config, **options)
         self._lock = threading.Lock()  # of `start` and `close`
         self._loop: LoopThread | None = None
+        self._started: LoopThread | None = None  # the same, also after `close`
 
     def start(self) -> Self:
         """Load the model, and return this engine; raise `ClosedError` if it was started before."""
@@ -87,13 +89,21 @@ class Engine:
             except BaseException:
                 loop.end()
                 raise
-            self._loop = loop
+            self._loop = self._started = loop
             self._finalizer = weakref.finalize(self, loop.stop)
             self._finalizer.atexit = False  # a program may end without `close`
         return self
 
     def close(self) -> None:
-        """Cancel all requests, free the model, end the thread.  Closing twice is allowed."""
+        """Cancel all requests, free the model, end the thread.  Closing twice is allowed.
+
+        Raises
+        ------
+        WrongThreadError
+            A callback of the engine calls it, in the engine's own thread.
+        """
+        if self._started is not None and self._started.is_current:
+            raise WrongThreadError("an engine cannot be closed by one of its callbacks")
         with self._lock:
             loop, self._loop = self._loop, None
             if loop is not None and self._finalizer.detach() and loop.is_own:
@@ -129,20 +139,35 @@ class Engine:
     score = _waits(AsyncEngine.score)
     tokenize = _waits(AsyncEngine.tokenize)
     detokenize = _waits(AsyncEngine.detokenize)
+    pieces = _waits(AsyncEngine.pieces)
     render_chat = _waits(AsyncEngine.render_chat)
+    template_abilities = _waits(AsyncEngine.template_abilities)
     embed = _waits(AsyncEngine.embed)
+    embeddings = _waits(AsyncEngine.embeddings)
     rerank = _waits(AsyncEngine.rerank)
     classify = _waits(AsyncEngine.classify)
     load_lora = _waits(AsyncEngine.load_lora)
     unload_lora = _waits(AsyncEngine.unload_lora)
     reload = _waits(AsyncEngine.reload)
     drain = _waits(AsyncEngine.drain)
+    reset_prefix_cache = _waits(AsyncEngine.reset_prefix_cache)
+    slots = _waits(AsyncEngine.slots)
     audit = _waits(AsyncEngine.audit)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings in use."""
+        return self._asynchronous.config
 
     @property
     def model(self) -> ModelInfo:
         """The loaded model."""
         return self._asynchronous.model
+
+    @property
+    def sampling_defaults(self) -> SamplingOptions:
+        """Sampling fields that a call without them has."""
+        return self._asynchronous.sampling_defaults
 
     def statistics(self) -> EngineStatistics:
         """Return the counters after the last tick."""

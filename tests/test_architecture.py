@@ -56,6 +56,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.bindings",
             "cllm.checks",
             "cllm.errors",
+            "cllm.log_once",
             "cllm.memory",
             "cllm.sampling_limits",
             "cllm.shared_libraries",
@@ -131,7 +132,14 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "cllm.doctor.installation",
-        ("cllm.doctor", "cllm.bindings", "cllm.errors", "cllm.memory", "cllm.system"),
+        (
+            "cllm.doctor",
+            "cllm.bindings",
+            "cllm.errors",
+            "cllm.memory",
+            "cllm.processors",
+            "cllm.system",
+        ),
     ),
     ("cllm.doctor", ("cllm.doctor", "cllm.bindings", "cllm.checks", "cllm.errors", "cllm.memory")),
     ("cllm.cli.bench_report", ("cllm", "cllm.cli", "cllm.processors")),
@@ -159,6 +167,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("cllm.cli.chat_files", ("cllm", "cllm.cli", "cllm.engine.cache_directory")),
     ("cllm.cli.chat_prompt", ("cllm.cli", "cllm.engine.cache_directory")),
+    ("cllm.cli.embed", ("cllm", "cllm.cli", "cllm.engine.cache_directory")),
     (
         "cllm.cli.tune",
         (
@@ -188,9 +197,18 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.__main__", ("cllm.cli.app",)),
     (
         "cllm.integrations.llm_plugin",
-        ("cllm", "cllm.engine.media_limits", "cllm.integrations", "cllm.hub"),
+        (
+            "cllm",
+            "cllm.engine.loop.loop_thread",
+            "cllm.engine.media_limits",
+            "cllm.integrations",
+            "cllm.hub",
+        ),
     ),
-    ("cllm.integrations", ("cllm", "cllm.errors", "cllm.integrations")),
+    (
+        "cllm.integrations",
+        ("cllm", "cllm.engine.loop.loop_thread", "cllm.errors", "cllm.integrations"),
+    ),
     (
         "cllm.client",
         ("cllm.checks", "cllm.client", "cllm.engine", "cllm.errors", "cllm.routing"),

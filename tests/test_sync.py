@@ -15,7 +15,13 @@ import anyio.to_thread
 import pytest
 
 import cllm
-from cllm import ClosedError, GenerationError, InvalidRequestError, ModelLoadError
+from cllm import (
+    ClosedError,
+    GenerationError,
+    InvalidRequestError,
+    ModelLoadError,
+    WrongThreadError,
+)
 from cllm.sync import Engine
 from tests.conftest import QUIET, our_threads
 
@@ -46,6 +52,14 @@ def test_calls_return_what_they_return_with_await(engine: Engine) -> None:
     assert engine.model.name == "cllm-tiny"
     assert engine.health().status == "ready"
     assert engine.statistics().n_output_tokens > 6
+    assert b"".join(engine.pieces(engine.tokenize("a b", add_special=False))) == b"a b"
+    abilities = engine.template_abilities()
+    assert abilities is not None
+    assert abilities.system
+    assert len(engine.slots()) >= engine.config.n_seq_max
+    assert engine.sampling_defaults == engine.model.sampling
+    engine.reset_prefix_cache()
+    assert engine.statistics().n_kv_cells_cached == 0
 
 
 def test_a_stream_is_read_with_for(engine: Engine) -> None:
@@ -162,7 +176,7 @@ engine = cllm.sync.Engine(**{OPTIONS!r}).start()
 if os.fork() == 0:
     try:
         engine.generate("x")
-    except cllm.errors.WrongProcessError:
+    except cllm.WrongProcessError:
         print("wrong process", flush=True)
     engine.close()
     sys.exit(0)
@@ -171,6 +185,20 @@ print(status, engine.generate("x", max_tokens=2, ignore_eos=True).usage.n_output
 engine.close()
 """)
     assert (done.returncode, done.stdout) == (0, "wrong process\n0 2\n"), done.stderr
+
+
+def test_an_engine_is_not_closed_by_its_own_callback(engine: Engine) -> None:
+    errors = list[Exception]()
+
+    def close(_done: int, _all: int) -> None:
+        try:
+            engine.close()
+        except WrongThreadError as error:
+            errors.append(error)
+
+    engine.generate_all(["x"], on_progress=close, max_tokens=2)
+    assert len(errors) == 1
+    assert engine.generate("x", max_tokens=2, ignore_eos=True).usage.n_output == 2
 
 
 def test_no_thread_is_left_after_close() -> None:

@@ -25,6 +25,7 @@ from cllm.bindings import _llama_h as h
 from cllm.bindings._functions import Functions
 from cllm.bindings._layout import layouts_of, record_of
 from cllm.errors import LibraryError, LibraryNotFoundError
+from cllm.log_once import log_level
 from cllm.shared_libraries import c_library, file_of, library_file
 from cllm.system import call_in_forks
 
@@ -314,15 +315,10 @@ def _find() -> Path:
 
 def _configure_logging() -> None:
     """Honour `CLLM_LOG_LEVEL`; without it the application's own configuration decides."""
-    name = os.environ.get("CLLM_LOG_LEVEL")
     root = logging.getLogger("cllm")
     # A library does not write to stderr on its own account.
     root.addHandler(logging.NullHandler())
-    if not name:
-        return
-    level = logging.getLevelNamesMapping().get(name.upper())
-    if level is None:
-        root.warning("CLLM_LOG_LEVEL is %r, must be debug, info, warning or error", name)
+    if (level := log_level()) is None:
         return
     root.setLevel(level)
     if len(root.handlers) == 1 and not logging.getLogger().handlers:

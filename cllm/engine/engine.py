@@ -189,9 +189,10 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
         RequestError
             Names the field, the value and the limit.
         """
-        options = {"lora": lora, "priority": priority, "tenant": tenant, "timeout": timeout}
+        options = {"lora": lora, "tenant": tenant}
+        urgency = Urgency(priority, timeout)
         with self._serving() as parts:
-            return await _score(parts.input_processor, prompt, continuation, **options)
+            return await _score(parts.input_processor, prompt, continuation, urgency, **options)
 
     # --- Adapters ----------------------------------------------------------------------------
     async def load_lora(self, name: str, path: str | Path, *, scale: float = 0.0) -> LoraInfo:
@@ -303,7 +304,7 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
 
         async def ask(prompt: Prompt) -> float:
             yes, no = [
-                (await _score(source, prompt, word[:1], priority=priority)).total for word in words
+                (await _score(source, prompt, word[:1], Urgency(priority))).total for word in words
             ]
             return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
@@ -312,9 +313,10 @@ class Engine(Generates[TokenStream], EmbeddingMethods):
 
 
 async def _score(
-    source: InputProcessor, prompt: Prompt, continuation: Prompt, **options: Any
+    source: InputProcessor, prompt: Prompt, continuation: Prompt, urgency: Urgency, **options: Any
 ) -> Score:
     """Return the log probabilities by one model, even if `reload` replaces it meanwhile."""
-    call = replace(await source.score_call(prompt, continuation), **options)
+    call = await urgency.prepared(source.score_call(prompt, continuation))
+    call = replace(call, priority=urgency.priority, timeout=urgency.left_s, **options)
     async with TokenStream(call, lambda: source) as stream:
         return Score.of(await stream.completion())

@@ -149,6 +149,16 @@ class Lifecycle:
             self._finalizer.atexit = False  # the hosts have exit handlers of their own
         return parts
 
+    async def fetch(self) -> None:
+        """Download the files of the models that are given by name and are not on this machine.
+
+        Raises
+        ------
+        DownloadError
+            A file cannot be downloaded.
+        """
+        await _found(self.config)
+
     async def check_memory(self) -> None:
         """Check that the model would fit into available memory, before it is loaded.
 
@@ -505,10 +515,17 @@ async def _projector(given: str | Path | None, name: object, model: Path) -> str
 
 
 async def _resolved(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with files instead of model names, and a number for `n_ctx="auto"`.
+    """Return the configuration with files instead of model names, and a number for `n_ctx="auto"`."""
+    config = await _found(config)
+    if config.n_ctx == AUTO:
+        n_ctx, why = await anyio.to_thread.run_sync(fitting_n_ctx, config)
+        logger.info("%s", why)
+        config = replace(config, n_ctx=n_ctx)
+    return config
 
-    Models that are not on this machine are downloaded.
-    """
+
+async def _found(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with files instead of model names; those not on this machine are downloaded."""
     model, speculation, embedding_model = [
         await anyio.to_thread.run_sync(find_model, given, abandon_on_cancel=True)
         if is_name(given)
@@ -518,9 +535,4 @@ async def _resolved(config: EngineConfig) -> EngineConfig:
     name = config.model
     config = replace(config, model=model, speculation=speculation, embedding_model=embedding_model)
     mmproj = await _projector(config.mmproj, name, config.model_path)
-    config = replace(config, mmproj=mmproj)
-    if config.n_ctx == AUTO:
-        n_ctx, why = await anyio.to_thread.run_sync(fitting_n_ctx, config)
-        logger.info("%s", why)
-        config = replace(config, n_ctx=n_ctx)
-    return config
+    return replace(config, mmproj=mmproj)

@@ -5,7 +5,7 @@ What a `FakeEngine` shows needs no model; what llama.cpp computes is compared wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cllm import (
+    CllmError,
     ClosedError,
     DeadlineError,
     Embedder,
@@ -29,6 +30,7 @@ from cllm import (
 )
 from cllm.bindings import Batch, EmbeddingContext, Model
 from cllm.engine.loop.embedding_calls import EmbeddingCalls
+from cllm.engine.thread.worker_thread import WorkerThread
 from cllm.errors import DecodeFailedError, NotGenerativeError
 from cllm.testing import FakeEngine
 from cllm.testing.fake_encoder import N_VALUES, vector_of
@@ -150,6 +152,67 @@ async def test_a_call_whose_time_is_over_ends_with_a_timeout() -> None:
             await engine.embed(["x" * 500] * 100, timeout=0.1)
         with pytest.raises(TimeoutError):
             await engine.embed(["x"], timeout=0)
+
+
+CALLS: dict[str, tuple[dict[str, Any], Callable[[Engine], Awaitable[object]]]] = {
+    "embed": ({}, lambda engine: engine.embed(["x"], timeout=0.01)),
+    "classify": ({"pooling": "rank"}, lambda engine: engine.classify(["x"], timeout=0.01)),
+    "rerank": ({"pooling": "rank"}, lambda engine: engine.rerank("q", ["x"], timeout=0.01)),
+    "rerank by text": (
+        {}, lambda engine: engine.rerank("q", ["x"], timeout=0.01, template="{query}{document}"),
+    ),
+    "score": ({}, lambda engine: engine.score("x" * 3000, "y", timeout=0.01)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_the_timeout_of_a_call_covers_its_tokenization(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, call = CALLS[name]
+    async with FakeEngine(n_ctx=8192, **options) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerThread, "run", lambda *_: anyio.sleep_forever())
+            with anyio.fail_after(30), pytest.raises(DeadlineError):
+                await call(engine)
+        assert (await engine.generate("x")).text
+
+
+async def test_a_drain_cancels_what_is_still_being_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, held, n_waiting = WorkerThread.run, anyio.Event(), 0
+
+    async def run_later(worker: WorkerThread, call: Any) -> Any:
+        nonlocal n_waiting
+        n_waiting += 1
+        await held.wait()
+        return await run(worker, call)
+
+    reasons = list[str]()
+
+    async def generate(engine: Engine) -> None:
+        reasons.append((await engine.generate("x" * 3000, max_tokens=1000)).finish_reason)
+
+    async def embed(engine: Engine) -> None:
+        with pytest.raises(CllmError):
+            await engine.embed(["x"])
+
+    async with FakeEngine(lambda _: "y" * 1000, n_ctx=8192) as engine:
+        engine.encoder.latency_s = 60.0
+        monkeypatch.setattr(WorkerThread, "run", run_later)
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(generate, engine)
+                tasks.start_soon(embed, engine)
+                while n_waiting < 2:
+                    await anyio.lowlevel.checkpoint()
+                tasks.start_soon(engine.drain, 0)
+                while engine.health().status != "draining":
+                    await anyio.lowlevel.checkpoint()
+                await anyio.wait_all_tasks_blocked()
+                held.set()
+    assert reasons == ["cancelled"]
 
 
 async def test_a_cancelled_call_leaves_nothing_behind() -> None:

@@ -281,7 +281,11 @@ async def test_draining_refuses_new_requests_and_finishes_the_running(engine: En
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(engine.drain, 30)
-        assert (await stream.completion()).text == "drain"
+        done = await stream.completion()
+        assert done.text == "drain"
+        # Answers of requests that finish may need the text of their tokens.
+        assert await stream.detokenize(done.prompt_token_ids) == "repeat:drain"
+        assert b"".join(await stream.pieces(done.token_ids)) == b"drain"
     assert engine.health().status is EngineStatus.DRAINING
     with pytest.raises(ClosedError, match="draining"):
         await engine.generate("1+1=")

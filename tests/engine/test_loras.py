@@ -10,10 +10,20 @@ import anyio
 import numpy as np
 import pytest
 
-from cllm import ClosedError, Completion, Engine, InvalidRequestError, ModelLoadError
+from cllm import (
+    ClosedError,
+    Completion,
+    Engine,
+    EngineStatus,
+    InvalidRequestError,
+    ModelLoadError,
+)
 from cllm.bindings import Context, EmbeddingContext, LoraAdapter, Model
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.core.commands import UnloadLora
 from cllm.engine.llama.gguf_header import read_types
+from cllm.engine.loop.channel import Channel
+from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.engine.lora import NO_LORA
 from cllm.errors import InvalidArgumentError
 from cllm.testing import FakeEngine
@@ -236,6 +246,54 @@ async def test_a_stream_keeps_an_adapter_that_is_being_unloaded_where_it_goes_ba
         with pytest.raises(InvalidRequestError, match="lora"):
             await stream.rewind(1)
         assert await engine.audit() == []
+
+
+async def test_no_request_names_an_adapter_whose_unloading_was_cancelled_in_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask, is_asked, held = Dispatcher.ask, anyio.Event(), anyio.Event()
+
+    async def ask_later(dispatcher: Dispatcher, question: Any) -> Any:
+        if isinstance(question, UnloadLora):
+            is_asked.set()
+            await held.wait()
+        return await ask(dispatcher, question)
+
+    monkeypatch.setattr(Dispatcher, "ask", ask_later)
+    async with FakeEngine(lambda _: "x") as engine:
+        await engine.load_lora("a", "a.gguf", scale=0.0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.unload_lora, "a")
+            await is_asked.wait()
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                with pytest.raises(InvalidRequestError, match="lora"):
+                    await engine.generate("q", lora={"a": 1.0})
+                held.set()
+        assert engine.model.loras == ()
+
+
+async def test_a_stream_whose_engine_closes_while_it_goes_back_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take = Channel.take
+
+    async with FakeEngine(lambda _: "a long answer in many tokens", stream_buffer=2) as engine:
+
+        async def take_and_close(channel: Channel) -> None:
+            await take(channel)
+            engine._status = EngineStatus.CLOSED
+
+        async with engine.stream("p") as stream:
+            for _ in range(4):
+                await anext(stream)
+            monkeypatch.setattr(Channel, "take", take_and_close)
+            with pytest.raises(ClosedError):
+                await stream.rewind(1)
+            engine._status = EngineStatus.READY
+            for _ in range(2):
+                with pytest.raises(ClosedError, match="closed before its end"):
+                    await anext(stream)
 
 
 async def test_closing_ends_a_call_that_waits_to_unload_an_adapter() -> None:

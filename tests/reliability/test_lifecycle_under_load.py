@@ -74,7 +74,15 @@ def test_no_method_of_an_engine_is_forgotten() -> None:
     for base in Engine.__mro__[1:-1]:
         methods |= {name for name, value in vars(base).items() if callable(value)}
     public = {name for name in methods if not name.startswith("_")} | {"__aenter__"}
-    answering = {"aclose", "check_memory", "health", "is_open", "statistics", "wait_stopped"}
+    answering = {
+        "aclose",
+        "check_memory",
+        "fetch",
+        "health",
+        "is_open",
+        "statistics",
+        "wait_stopped",
+    }
     assert public - answering == METHODS.keys()
 
 

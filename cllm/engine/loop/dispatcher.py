@@ -97,6 +97,7 @@ class Dispatcher:
         self._kept: dict[str, Channel] = {}  # that another request is about to continue
         self._embeddings: dict[str, PendingEmbedding] = {}
         self._n_serial = 0
+        self._is_cancelling = False
         self._questions: dict[int, PendingCall[Any]] = {}
         self._n_questions = 0
         self.model: ModelInfo | None = None
@@ -158,13 +159,20 @@ class Dispatcher:
         self._inbox.put(AddRequest(channel.request))  # first: it may raise an error
         self._channels[channel.request_id] = channel
         self._gate.hold_media(channel.request.media)
+        self._cancel_if_late(channel.request_id)
 
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
         """Send texts to the thread, and return their pending result."""
         waiting = PendingEmbedding(request.request_id, self._inbox)
         self._inbox.put(AddEmbedding(request))
         self._embeddings[request.request_id] = waiting
+        self._cancel_if_late(request.request_id)
         return waiting
+
+    def _cancel_if_late(self, request_id: str) -> None:
+        """Cancel a request that was still being prepared when all were cancelled."""
+        if self._is_cancelling:
+            self._inbox.put(CancelRequest(request_id))
 
     def next_serial(self) -> int:
         """Return the serial number for the next request, from 1."""
@@ -172,7 +180,8 @@ class Dispatcher:
         return self._n_serial
 
     def cancel_all(self) -> None:
-        """Cancel every open request."""
+        """Cancel every open request, and those that are still being prepared."""
+        self._is_cancelling = True
         for request_id in (*self._channels, *self._embeddings):
             self._inbox.put(CancelRequest(request_id))
 

@@ -6,7 +6,6 @@ requests of at most `N_TEXTS` texts, and at most `N_AHEAD` requests of a call at
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,7 +123,7 @@ class EmbeddingCalls:
         check_query(query, documents)
         check_bool("truncate", truncate, InvalidRequestError)
         with self._place():
-            pairs = await self._pairs(info, query, documents, truncate=truncate)
+            pairs = await urgency.prepared(self._pairs(info, query, documents, truncate=truncate))
             scores = await self._vectors(info, pairs, urgency)
         return ranking(_probabilities(info, scores)[:, column].tolist(), list(map(len, pairs)))
 
@@ -184,7 +183,9 @@ class EmbeddingCalls:
         check_several(field, texts, "a sequence of texts", InvalidRequestError)
         check_bool("truncate", truncate, InvalidRequestError)
         with self._place():
-            tokens = await self._tokens(model.embedding, field, texts, truncate=truncate)
+            tokens = await urgency.prepared(
+                self._tokens(model.embedding, field, texts, truncate=truncate)
+            )
             vectors = await self._vectors(model.embedding, tokens, urgency)
         return Embeddings(vectors, tuple(map(len, tokens)))
 
@@ -249,8 +250,6 @@ class EmbeddingCalls:
         self, info: EmbeddingInfo, texts: Sequence[Tokens], urgency: Urgency
     ) -> NDArray[np.float32]:
         """Return the vectors of texts, in their order."""
-        submitted_at = time.perf_counter()
-        deadline = None if urgency.timeout is None else submitted_at + urgency.timeout
         rows: list[NDArray[np.float32]] = []
         waiting: deque[PendingEmbedding] = deque()
         try:
@@ -264,8 +263,8 @@ class EmbeddingCalls:
                     serial=self._dispatcher.next_serial(),
                     texts=tuple(texts[first : first + N_TEXTS]),
                     priority=urgency.priority,
-                    submitted_at=submitted_at,
-                    deadline=deadline,
+                    submitted_at=urgency.begun_at,
+                    deadline=urgency.deadline,
                 )
                 waiting.append(self._dispatcher.embed(request))
             while waiting:

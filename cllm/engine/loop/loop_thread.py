@@ -7,16 +7,39 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
 
-from cllm.errors import ClosedError
+from cllm.errors import ClosedError, WrongProcessError
 
 T = TypeVar("T")
+
+
+def interruptible(
+    function: Callable[[], Awaitable[T]],
+) -> tuple[Callable[[], Coroutine[Any, Any, T]], Callable[[], None]]:
+    """Return a call of a function, and a function that cancels this call, at any moment; both for the event loop."""
+    scopes: list[anyio.CancelScope] = []
+    is_left = False
+
+    async def call() -> T:
+        with anyio.CancelScope() as scope:
+            scopes.append(scope)
+            if not is_left:
+                return await function()
+        raise ClosedError("the call was interrupted")
+
+    def leave() -> None:
+        nonlocal is_left
+        is_left = True
+        for scope in scopes:
+            scope.cancel()
+
+    return call, leave
 
 
 class LoopThread:
@@ -56,6 +79,15 @@ class LoopThread:
         """False in a forked child, which has no such thread."""
         return self._pid == os.getpid()
 
+    def _check_own(self) -> None:
+        if not self.is_own:
+            raise WrongProcessError("an engine of the parent process cannot be used after a fork")
+
+    @property
+    def is_current(self) -> bool:
+        """True in the loop's own thread."""
+        return threading.current_thread() is self._thread
+
     def wait(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call a function in the loop and return its result; cancel it if the wait is interrupted.
 
@@ -63,36 +95,28 @@ class LoopThread:
         ------
         ClosedError
             The loop has ended, the program is ending, or this is the loop's thread.
+        WrongProcessError
+            This is a forked child.
         """
         if sys.is_finalizing():  # the thread does not run any more, and no wait would end
             raise ClosedError("the program is ending")
-        scopes: list[anyio.CancelScope] = []
-        is_left = False
-
-        async def call() -> T:
-            with anyio.CancelScope() as scope:
-                scopes.append(scope)
-                if not is_left:
-                    return await function()
-            raise ClosedError("the call was interrupted")
-
-        def leave() -> None:
-            nonlocal is_left
-            is_left = True
-            for scope in scopes:
-                scope.cancel()
-
+        self._check_own()
+        call, leave = interruptible(function)
         # An interrupt may come at any moment, also before there is a future to cancel.
         try:
-            try:
-                future = self._portal.start_task_soon(call)
-            except RuntimeError as error:
-                raise ClosedError(f"the event loop cannot be called: {error}") from None
-            return future.result()
+            return self.begin(call).result()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # it has ended
                 self._call_soon(leave)
             raise
+
+    def begin(self, function: Callable[[], Awaitable[T]]) -> Future[T]:
+        """Call a function in the loop, and return its future; see `wait` for the errors."""
+        self._check_own()
+        try:
+            return self._portal.start_task_soon(function)
+        except RuntimeError as error:
+            raise ClosedError(f"the event loop cannot be called: {error}") from None
 
     def stop(self) -> None:
         """Let the loop end, without waiting for it.  Any thread, also that of the loop."""

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+import anyio
+
 from cllm.checks import check_float
 from cllm.engine.core.commands import LoadLora, UnloadLora
 from cllm.engine.loop.dispatcher import Dispatcher
@@ -88,7 +90,9 @@ class LoraRegistry:
             # Here, because a stream that rewinds has no request for a moment.
             await self._dispatcher.wait_without(name)
             self._unloading.add(name)
-            await self._dispatcher.ask(UnloadLora(name))
+            # The thread unloads it in any case: until then, no request may name it.
+            with anyio.CancelScope(shield=True):
+                await self._dispatcher.ask(UnloadLora(name))
         finally:
             self._unloading.discard(name)
             self._leaving.discard(name)

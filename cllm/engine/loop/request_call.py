@@ -6,9 +6,12 @@ Each check raises a `RequestError` that names the field, the value and the limit
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
+
+import anyio
 
 from cllm.checks import (
     INT32_MAX,
@@ -29,7 +32,14 @@ from cllm.engine.lora import check_lora
 from cllm.engine.media_source import MediaSource, NamedMedia
 from cllm.engine.sampling_params import SamplingOptions, SamplingParams
 from cllm.engine.vocabulary import OutputVocabulary, spelled_piece
-from cllm.errors import InvalidRequestError, PromptTooLongError, TooMuchTextError
+from cllm.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    PromptTooLongError,
+    TooMuchTextError,
+)
+
+T = TypeVar("T")
 
 # A text, token ids, or texts, images and audio in order.
 Prompt = str | Sequence[int | str | Image | Audio]
@@ -70,16 +80,41 @@ class Urgency:
     priority : int
     timeout : float or None
         Seconds; None: no limit.
+    begun_at : float
+        Time of the call, as `time.perf_counter` in seconds.
     """
 
     priority: int = 0
     timeout: float | None = None
+    begun_at: float = field(default_factory=time.perf_counter, compare=False)
 
     def __post_init__(self) -> None:
         error = InvalidRequestError
         priority = check_int("priority", self.priority, -(2**31), INT32_MAX, error)
         object.__setattr__(self, "priority", priority)
         object.__setattr__(self, "timeout", check_timeout(self.timeout, error))
+
+    @property
+    def deadline(self) -> float | None:
+        """Time at which the request ends, as `begun_at`; None: no limit."""
+        return None if self.timeout is None else self.begun_at + self.timeout
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline, not negative; None: no limit."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.perf_counter())
+
+    async def prepared(self, call: Awaitable[T]) -> T:
+        """Return the result of a call that prepares the request, such as tokenization.
+
+        Raises
+        ------
+        DeadlineError
+            The deadline passed before the call returned.
+        """
+        with anyio.move_on_after(self.left_s):
+            return await call
+        raise DeadlineError("the deadline passed before the text was tokenized")
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,17 @@ class TokenStream:
         self._abandon()
         await anyio.lowlevel.checkpoint()
 
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, as `Engine.detokenize` does, by the model of this stream.
+
+        It works while the engine drains, and after `Engine.reload`.
+        """
+        return await self._opener.texts.detokenize(token_ids)
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each token, as `Engine.pieces` does, by the model of this stream."""
+        return await self._opener.texts.pieces(token_ids)
+
     # --- A generation as a value -------------------------------------------------------------
     async def suspend(self) -> SavedGeneration:
         """End the stream and return its state, from which `Engine.resume` continues.
@@ -453,11 +464,11 @@ class TokenStream:
 
     @contextmanager
     def _closed_if_taken(self, channel: Channel) -> Iterator[None]:
-        """Close the stream if the block is cancelled when the request has ended and no other continues it."""
+        """Close the stream if the block fails when the request has ended and no other continues it."""
         try:
             yield
-        except anyio.get_cancelled_exc_class():
-            if channel.is_taken:
+        except BaseException:
+            if channel.is_taken and channel.error is None:
                 self._abandon()
             raise
 

@@ -107,7 +107,7 @@ class EngineProcess(EngineHost):
         self._n_offers = self._n_taken = 0
         self._ready: Ready | None = None  # of the present process, not yet handled
         self._has_ended = self._is_ready = self._was_hung = False
-        self._heard_error: BaseException | None = None  # raised while the loop read
+        self._heard_error: BaseException | None = None  # that ended the process
         self._checked_at, self._n_reads = 0.0, 0  # of `_is_loop_behind`
         self._base = self._statistics = EngineStatistics()
         self._n_in_vain = 0
@@ -173,7 +173,7 @@ class EngineProcess(EngineHost):
                 told, self._heard_error = None, error
             if told is None:
                 self._is_offered = False
-        if told is None or process.has_unsent:
+        if told is None or process.has_unsent or self._heard_error is not None:
             self._wake_thread()
         if told:
             self._deliver(told)
@@ -250,7 +250,7 @@ class EngineProcess(EngineHost):
 
     def _serve_once(self, owned: ExitStack) -> Ending | None:
         """Start a process and serve until it ends; return how it crashed, None if the engine was stopped."""
-        self._was_hung, self._ready_at = False, None
+        self._was_hung, self._ready_at, self._heard_error = False, None, None
         with selectors.DefaultSelector() as selector:
             process = ProcessHandle(self._config_of_next(), self._backend, self._files.values())
             return self._serve_with(process, selector, owned)
@@ -322,17 +322,18 @@ class EngineProcess(EngineHost):
         while True:
             self._wait(process, selector)
             with self._lock:
-                if self._heard_error is not None:
-                    error, self._heard_error = self._heard_error, None
-                    raise error
                 if self._stopping or self._is_loop_behind(process):
                     self._is_offered = False
-                told = [] if self._is_offered else self._read(process)
+                reads = not self._is_offered and self._heard_error is None
+                told = self._read(process) if reads else []
                 is_hung = self._is_ready and self._is_hung(process)
+                error, self._heard_error = self._heard_error, None
+            if told:  # also what came before the error
+                self._outbox.post(told)
+            if error is not None:
+                raise error
             if told is None:
                 return
-            if told:
-                self._outbox.post(told)
             if self._ready is not None:
                 self._on_ready(process, self._ready, owned)
                 self._ready = None
@@ -429,8 +430,7 @@ class EngineProcess(EngineHost):
             case Ready():
                 self._ready = told
             case Stopped(error):
-                if error is not None:
-                    raise error
+                self._heard_error = error
             case Ended():
                 self._has_ended = True
             case Answered(value=LoadedLoras(loras)):  # which the next process is to begin with

@@ -8,9 +8,10 @@ import logging
 import os
 import sys
 
+from cllm.log_once import log_level
+
 logger = logging.getLogger(__name__)
 FORMATS = ("console", "json")
-LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 N_CHARACTERS_MAX = 8000  # of a message
@@ -66,16 +67,15 @@ def _is_fault(record: logging.LogRecord) -> bool:
 
 def configure_logging() -> None:
     """Log to stderr; `CLLM_LOG_LEVEL` is `info` by default, `CLLM_LOG_FORMAT` is `console` (or `json`)."""
-    level = os.environ.get("CLLM_LOG_LEVEL", "info").lower()
     handler = logging.StreamHandler(sys.stderr)
     form = os.environ.get("CLLM_LOG_FORMAT") or FORMATS[0]
     if form == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(ConsoleFormatter())
-    logging.basicConfig(
-        level=level.upper() if level in LEVELS else "INFO", handlers=[handler], force=True
-    )
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    if (level := log_level()) is not None:
+        logging.getLogger().setLevel(level)
     if form not in FORMATS:
         logger.warning("CLLM_LOG_FORMAT is %r, must be console or json", form)
     # Below warnings, llama.cpp, asyncio and urllib3 log so much that requests are hard to find.
