@@ -70,6 +70,15 @@ read_linked_options() {
   [[ -z $tree ]] || linked_options+=(--source "$tree")
 }
 
+# The CPUs that this process may use; a container may have a quota besides.
+count_cpus() {
+  local n quota=max period=1
+  n=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+  if [[ -r /sys/fs/cgroup/cpu.max ]]; then read -r quota period </sys/fs/cgroup/cpu.max; fi
+  [[ $quota == max ]] || ((n <= quota / period)) || n=$((1 + (quota - 1) / period))
+  printf '%s' "$n"
+}
+
 parse_arguments() {
   local name
   source='' prefix='' jobs='' tools=false portable=false sanitize=false clean=false verbose=false
@@ -90,7 +99,8 @@ parse_arguments() {
     shift
   done
   [[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || misused "--jobs needs a number, not $jobs"
-  : "${jobs:=$(getconf _NPROCESSORS_ONLN)}"
+  : "${jobs:=$(count_cpus)}"
+  if [[ -t 1 ]]; then verbose=true; fi
   for name in cuda metal vulkan rpc; do
     [[ ${!name} == OFF ]] || { backends+=("$name"); options+=("--$name"); }
   done
@@ -345,11 +355,11 @@ compile() {
   logged compiling "${generator[1]}" -C "$build" -j "$jobs" "${targets[@]}"
 }
 
-# Run a command with its output on the terminal, or in the log if there is none.
+# Run a command with its output in the log, or on standard output if that is a terminal or --verbose was given.
 logged() {
   local what=$1 log=$build/build.log
   shift
-  if [[ -t 1 ]] || $verbose; then supervise "$@" || fail "$what failed"; return; fi
+  if $verbose; then supervise "$@" || fail "$what failed"; return; fi
   supervise "$@" >>"$log" 2>&1 && return
   tail -n 30 "$log" >&2
   fail "$what failed; the whole output is in $log"
@@ -467,7 +477,8 @@ build_and_install() {
   check_headers "$build/layouts" "$source"/{,ggml/}include "$source/tools/mtmd"
   # Older trees build libmtmd with all tools alone.
   grep LLAMA_BUILD_MTMD "$source/CMakeLists.txt" >/dev/null || media=false
-  say "building libllama $commit with $jobs jobs, some minutes; log: $build/build.log"
+  $verbose || where="; log: $build/build.log"
+  say "building libllama $commit with $jobs jobs, some minutes${where:-}"
   compile
   stage=$root/native/.tmp.$key.$$
   fill_stage

@@ -1,4 +1,4 @@
-"""Processors that this process may use, by its affinity and the quotas of its cgroups."""
+"""Processors that this process may use, by its affinity and the quotas of its cgroups, and their name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cllm.system import allowed_processors
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+CPU_INFO = Path("/proc/cpuinfo")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -40,6 +41,16 @@ class Processors(NamedTuple):
         n_threads = min(self.n_cores, MAX_THREADS)
         # With more threads than the quota, all of them stand still for a part of each period.
         return max(1, n_threads if self.quota is None else min(n_threads, math.floor(self.quota)))
+
+
+def cpu_name() -> str:
+    """Return the name of the processor, of ARM its part number; empty on macOS and Windows."""
+    try:
+        lines = CPU_INFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    names = (line for line in lines if line.startswith(("model name", "CPU part")))
+    return next(names, "").partition(":")[2].strip()
 
 
 def usable_processors(within: Collection[int] | None = None) -> Processors:

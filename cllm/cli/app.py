@@ -6,6 +6,7 @@ import importlib
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -90,30 +91,58 @@ def _print_anything() -> None:
 
 
 def run() -> int:
-    """Run the command line and return the exit code; errors are printed, or raised if CLLM_DEBUG is 1."""
+    """Run the command line and return the exit code; errors are printed, or raised if CLLM_DEBUG is 1.
+
+    It is no error if the reader of standard output has gone.
+    """
     _print_anything()
+    out = sys.stdout  # Typer replaces it after an error
+    code = _run()
+    try:
+        if out is not None:
+            out.flush()
+    except OSError as error:
+        # Python flushes again at its end.
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), out.fileno())
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            _complain(f"cannot write standard output: {error.strerror}")
+            return EXIT_FAILED
+    return code
+
+
+def _complain(text: str) -> None:
+    from cllm.cli.terminal import complain  # slow to import
+
+    complain(text)
+
+
+def _run() -> int:
     try:
         with importing():
             commands = command_line(*sys.argv[1:2])
         # In standalone mode Typer exits by itself, and cllm's errors look like crashes.
-        code = commands(as_spelt_here(sys.argv[1:]), standalone_mode=False)
+        code = commands(as_spelt_here(sys.argv[1:], os.environ), standalone_mode=False)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except typer.Abort:
         return EXIT_INTERRUPTED
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # Typer exits by itself then
+            return 0
+        raise
     except Exception as error:
         if os.environ.get("CLLM_DEBUG") == "1":
             raise
         if isinstance(error, CllmError):
-            print(f"cllm: {error}", file=sys.stderr)
+            _complain(str(error))
             return EXIT_FAILED
         if hasattr(error, "format_message"):  # click's own: wrong usage
             if isinstance(error, typer.BadParameter):
                 error.message = in_words(error)
             hint = replacement(getattr(error, "option_name", "")) or _hint(sys.argv[1:2])
-            text = f"{error.format_message()} {hint and f'Instead: {hint}.'}".strip()
-            print(f"cllm: {text}", file=sys.stderr)
+            _complain(f"{error.format_message()} {hint and f'Instead: {hint}.'}".strip())
             return EXIT_USAGE
-        print(f"cllm: {type(error).__name__}: {error}", file=sys.stderr)
+        _complain(f"{type(error).__name__}: {error}")
         return EXIT_FAILED
     return code if isinstance(code, int) else 0

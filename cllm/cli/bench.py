@@ -20,9 +20,11 @@ import typer
 from rich.console import Console
 
 from cllm import Engine, EngineConfig, SamplingParams
-from cllm.cli.bench_report import Level, about, as_json, percentile, plot_formats, save_plot, table
+from cllm.cli.bench_report import Level, about, as_json, percentile, save_plot, table
+from cllm.cli.doctor import PlotOption, drawable
 from cllm.cli.options import EngineFlags, with_flags
 from cllm.cli.terminal import StandardOutput, is_terminal, loaded, note, progress_bar, run
+from cllm.cli.texts import visible
 
 MAX_CONCURRENCY = 256
 
@@ -161,13 +163,14 @@ async def _bench(
                 engine, workload, lambda n_done: show(n_done, n_total, "requests")
             ).run()
         model = engine.model
+    config = config.tuned(model.tuned)
     if prints_json:
         settings = {"prompt_tokens": workload.n_prompt, "max_tokens": workload.n_output}
         await StandardOutput().write(as_json(config, model, settings, levels))
     else:
         console = Console(highlight=False)
         for line in about(config, model):
-            console.print(line, style="dim", markup=False, soft_wrap=True)
+            console.print(visible(line), style="dim", markup=False, soft_wrap=True)
         console.print(table(levels))
     if plot is not None:
         save_plot(plot, levels, title="\n".join(about(config, model)))
@@ -187,22 +190,6 @@ def _concurrencies(given: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _checked_plot(path: Path | None) -> Path | None:
-    """Return the path of the plot, or None without a path or matplotlib; reject a path that cannot be used."""
-    if path is None:
-        return None
-    formats = plot_formats()
-    if not formats:
-        note("No plot without matplotlib: pip install 'cllm[plot]'")
-        return None
-    if path.suffix[1:].lower() not in formats:
-        limit = ", ".join(f".{name}" for name in formats)
-        raise typer.BadParameter(f"{path} does not end in {limit}", param_hint="--plot")
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}", param_hint="--plot")
-    return path
-
-
 @with_flags(n_seq_max=None, max_queue=MAX_CONCURRENCY, prefix_cache=False)
 def bench(
     engine: EngineFlags,
@@ -220,7 +207,7 @@ def bench(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Save a picture; needs the extra plot.")] = None,
+    plot: PlotOption = None,
 ) -> int:
     """Measure throughput and latency of this machine and model."""
     workload = Workload(_concurrencies(concurrency), prompt_tokens, max_tokens, requests)
@@ -228,4 +215,4 @@ def bench(
         n_ctx=workload.n_cells,
         n_seq_max=max(workload.concurrencies),
     )
-    return run(_bench, config, workload, as_json, _checked_plot(plot))
+    return run(_bench, config, workload, as_json, drawable(plot))

@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from cllm import EngineConfig, ModelInfo
-from cllm.processors import usable_processors
+from cllm.processors import cpu_name, usable_processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def machine() -> str:
     """Return the name of the processor, and the number of CPUs that this process may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
+    name = cpu_name() or platform.processor() or platform.machine()
     return f"{name}, {usable_processors().n_allowed} CPUs"
 
 
@@ -92,7 +87,15 @@ def table(levels: Sequence[Level]) -> Table:
 def as_json(
     config: EngineConfig, model: ModelInfo, settings: Mapping[str, int], levels: Sequence[Level]
 ) -> str:
-    """Return the results as a line of JSON; `settings` are those of the measurement."""
+    """Return the results as a line of JSON.
+
+    Parameters
+    ----------
+    config : EngineConfig
+        With the settings that tuning changed.
+    settings : mapping
+        Settings of the measurement.
+    """
     report = {
         "cllm": version("cllm"),
         "machine": machine(),
@@ -103,6 +106,7 @@ def as_json(
             "n_params": model.n_params,
             "size_bytes": model.size_bytes,
         },
+        "tuned": dict(model.tuned),
         "n_threads": config.compute_threads[0],
         "n_ctx": model.n_ctx,
         "n_seq_max": config.n_seq_max,
@@ -110,15 +114,6 @@ def as_json(
         "levels": [asdict(level) for level in levels],
     }
     return json.dumps(report, ensure_ascii=False) + "\n"
-
-
-def plot_formats() -> list[str]:
-    """Return the file name suffixes of plots, without the dot; an empty list without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ModuleNotFoundError:
-        return []
-    return sorted(FigureCanvasAgg.get_supported_filetypes())
 
 
 def save_plot(path: Path, levels: Sequence[Level], title: str) -> None:

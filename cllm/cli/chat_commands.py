@@ -32,8 +32,8 @@ from cllm.cli.chat_session import Chat, n_turns
 from cllm.cli.habits import hint_for_model
 from cllm.cli.history import Turn
 from cllm.cli.options import READERS
-from cllm.cli.terminal import complain, note, visible
-from cllm.cli.texts import decoded
+from cllm.cli.terminal import complain, note
+from cllm.cli.texts import decoded, visible
 from cllm.hub.cache import cached_models
 from cllm.hub.names import is_name
 from cllm.settings import settings_of

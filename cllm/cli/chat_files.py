@@ -10,7 +10,7 @@ from pathlib import Path
 from cllm import Audio, Image
 from cllm.cli.history import History, Turn, turns_of
 from cllm.cli.texts import decoded
-from cllm.engine.cache_directory import state_file
+from cllm.engine.cache_directory import replacing, state_file
 
 
 def new_chat_file() -> Path:
@@ -54,18 +54,9 @@ def write_chat(path: Path, history: History, model: str | None = None) -> None:
     chat = {"model": model, "messages": history.all_messages()}
     text = json.dumps(chat, ensure_ascii=False, indent=1, default=_path_of)
     data = (text + "\n").encode()
-    path = path.resolve()  # a link stays
-    if path.exists() and not path.is_file():  # such as /dev/stdout
-        path.write_bytes(data)
-        return
-    written = path.with_name(f".{path.name}.new")
-    try:
+    with replacing(path) as written:
         written.touch(mode=0o600)
         written.write_bytes(data)
-        written.replace(path)
-    except OSError:
-        written.unlink(missing_ok=True)
-        raise
 
 
 def read_chat(path: Path) -> tuple[str | None, list[Turn]]:

@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 
 from cllm import CllmError, Engine, RequestError, SlotState, TokenDelta, TokenStream
-from cllm.cli.terminal import visible
+from cllm.cli.texts import visible
 
 REDRAW_S = 0.08  # between two drawings of a block that grows
 PROGRESS_S = 0.1

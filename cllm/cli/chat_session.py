@@ -36,8 +36,8 @@ from cllm.cli.terminal import (
     is_terminal,
     note,
     styled,
-    visible,
 )
+from cllm.cli.texts import visible
 from cllm.cli.tool_file import FunctionTool, run_tool
 
 
@@ -92,7 +92,7 @@ class Chat:
             self._options["tools"] = [tool.definition for tool in self._tools.values()]
         self._engine = engine
         self.params = params
-        self.history: History = History(system, n_ctx=self._n_ctx(), n_answer_max=params.max_tokens)
+        self.history: History = History(system, n_ctx=self._n_ctx())
         self.file: Path | None = None
         self.is_kept: bool = True
         self.attached: list[str] = []
@@ -198,7 +198,11 @@ class Chat:
         self.history.n_ctx = self._n_ctx()
         try:
             turns = await self.history.fitting(
-                message, media, count=self.count, count_prompt=self.count_prompt
+                message,
+                media,
+                n_answer_max=self.params.max_tokens,
+                count=self.count,
+                count_prompt=self.count_prompt,
             )
             while not await self._answer_after(turns, message, media):
                 turns = turns[1:]

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cllm import EngineConfig
-from cllm.cli.options import ModelOption, model_file
+from cllm.cli.options import ModelOption, model_file, output_file
+from cllm.cli.texts import visible
 from cllm.doctor import (
     N_TURNS,
     PLOT_FORMATS,
@@ -42,14 +43,10 @@ _STYLE = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red
 
 
 def _check_plot(path: Path | None) -> Path | None:
-    """Return the path of the plot; reject a wrong suffix or directory before the experiments."""
-    if path is None:
-        return None
-    if path.suffix not in PLOT_FORMATS:
+    """Return the path of the plot; reject one that cannot be saved before the experiments."""
+    if path is not None and path.suffix.lower() not in PLOT_FORMATS:
         raise typer.BadParameter(f"{path} must end with one of {', '.join(PLOT_FORMATS)}")
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no directory {path.absolute().parent}")
-    return path
+    return output_file(path)
 
 
 PlotOption = Annotated[
@@ -68,7 +65,9 @@ def drawable(plot: Path | None) -> Path | None:
 
 def _show_check(console: Console, check: Check) -> None:
     line = Text.assemble(
-        (f"{check.status:8}", _STYLE[check.status]), (f"{check.name:14}", "bold"), check.text
+        (f"{check.status:8}", _STYLE[check.status]),
+        (f"{check.name:14}", "bold"),
+        visible(check.text),
     )
     console.print(line, soft_wrap=not console.is_terminal)
 
@@ -128,7 +127,7 @@ def _show_table(console: Console, experiment: Experiment) -> None:
         )
         for line in experiment.refusal.message.splitlines():
             console.print(
-                f"llama.cpp: {line.strip()}",
+                f"llama.cpp: {visible(line.strip())}",
                 markup=False,
                 soft_wrap=not console.is_terminal,
                 style="dim",

@@ -15,7 +15,7 @@ import typer
 from numpy.typing import NDArray
 
 from cllm import CllmError, Embedder, EngineConfig, InvalidRequestError
-from cllm.cli.options import EngineFlags, with_flags
+from cllm.cli.options import EngineFlags, output_file, with_flags
 from cllm.cli.terminal import (
     StandardOutput,
     input_lines,
@@ -25,6 +25,7 @@ from cllm.cli.terminal import (
     progress_bar,
     run,
 )
+from cllm.engine.cache_directory import replacing
 
 N_AT_ONCE = 512  # texts that are read, computed and written together
 STANDARD_INPUT = "-"
@@ -65,7 +66,8 @@ class VectorWriter:
 
 
 def _save(path: Path, whole: NDArray[np.float32]) -> None:
-    with path.open("wb") as file:  # `np.save` would put .npy behind the name
+    # `np.save` would put .npy behind a name.
+    with replacing(path) as written, written.open("wb") as file:
         np.save(file, whole)
 
 
@@ -142,7 +144,10 @@ def embed(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Write one float32 array as .npy; memory holds all vectors."
+            "--output",
+            "-o",
+            callback=output_file,
+            help="Write one float32 array as .npy; memory holds all vectors.",
         ),
     ] = None,
     normalize: Annotated[

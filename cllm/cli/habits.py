@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
+
+from cllm.cli.texts import PREFIX
 
 # Commands of Ollama and llama.cpp, and those that do the same here.
 _COMMANDS = {
@@ -54,9 +57,18 @@ def hint_for_model(name: str) -> str:
     return "names of Ollama are not known: give a GGUF file or hf:USER/REPO:QUANT"
 
 
-def as_spelt_here(arguments: list[str]) -> list[str]:
-    """Return the arguments of a command line with llama.cpp's `-fa on`, `off` and `auto` as cllm spells them."""
+def as_spelt_here(arguments: list[str], environment: MutableMapping[str, str]) -> list[str]:
+    """Return the arguments of a command line with llama.cpp's `-fa on`, `off` and `auto` as cllm spells them.
+
+    A switch on the command line is on or off.  `auto` is put into the environment, where it overrides a file.
+    """
     spelt: list[str] = []
+
+    def switch(value: str) -> list[str]:
+        if value == "auto":
+            environment[f"{PREFIX}FLASH_ATTN"] = value
+        return _FLASH_ATTENTION[value]
+
     rest = iter(arguments)
     for argument in rest:
         if argument == "--":
@@ -64,12 +76,12 @@ def as_spelt_here(arguments: list[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if name not in ("-fa", "--flash-attn"):
             spelt.append(argument)
-        elif equals:
-            spelt += _FLASH_ATTENTION.get(value, [f"--flash-attn={value}"])  # click rejects others
+        elif equals:  # click rejects other values
+            spelt += switch(value) if value in _FLASH_ATTENTION else [f"--flash-attn={value}"]
         elif (following := next(rest, None)) is None:
             spelt += ON
         elif following in _FLASH_ATTENTION:
-            spelt += _FLASH_ATTENTION[following]
+            spelt += switch(following)
         else:  # -fa alone, before another argument
-            return [*spelt, *ON, *as_spelt_here([following, *rest])]
+            return [*spelt, *ON, *as_spelt_here([following, *rest], environment)]
     return spelt

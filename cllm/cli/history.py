@@ -54,8 +54,6 @@ class History:
         System message: comes first, and is never dropped.
     n_ctx : int
         Tokens of the context.
-    n_answer_max : int or None
-        Maximum number of tokens of an answer; None: no limit.
 
     Attributes
     ----------
@@ -63,11 +61,10 @@ class History:
     system : str or None
     """
 
-    def __init__(self, system: str | None, *, n_ctx: int, n_answer_max: int | None) -> None:
+    def __init__(self, system: str | None, *, n_ctx: int) -> None:
         self.turns: list[Turn] = []
         self.n_ctx = n_ctx
         self.system = system
-        self._n_answer_max = n_answer_max
 
     @property
     def n_tokens(self) -> int:
@@ -95,6 +92,7 @@ class History:
         message: str,
         media: Media = (),
         *,
+        n_answer_max: int | None = None,
         count: Callable[[str], Awaitable[int]],
         count_prompt: Callable[[Messages], Awaitable[int]],
     ) -> list[Turn]:
@@ -105,6 +103,8 @@ class History:
 
         Parameters
         ----------
+        n_answer_max : int, optional
+            Maximum number of tokens of the answer.
         count : callable
             Returns the number of tokens of a text.
         count_prompt : callable
@@ -112,9 +112,7 @@ class History:
             may not fit.
         """
         n_spare = max(1, self.n_ctx // 4)
-        n_room = self.n_ctx - (
-            n_spare if self._n_answer_max is None else min(n_spare, self._n_answer_max)
-        )
+        n_room = self.n_ctx - min(n_spare, n_answer_max or n_spare)
         if not self.turns:
             return []
         if not media and self.n_tokens + await count(message) + N_AROUND <= n_room:

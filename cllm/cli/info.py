@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 from cllm import EngineConfig, LibraryError, ModelLoadError
 from cllm.cli.options import model_file
+from cllm.cli.texts import visible
 from cllm.doctor.model_facts import FileFacts, ModelFacts, file_facts, model_facts
 
 MAX_VALUE = 60  # characters of a value of the metadata
@@ -39,7 +40,7 @@ def info(
             raise
         facts = found
     if as_json:
-        typer.echo(json.dumps(facts.as_dict()))
+        typer.echo(json.dumps(facts.as_dict(), allow_nan=False))
     else:
         _show(_lines(facts) if isinstance(facts, ModelFacts) else _lines_of_file(facts))
     return 0
@@ -87,4 +88,4 @@ def _lines(facts: ModelFacts) -> list[tuple[str, str]]:
 def _show(lines: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        print(f"{name:{width}}  {value}")
+        print(visible(f"{name:{width}}  {value}".replace("\n", " ")))

@@ -18,10 +18,9 @@ from typing import Annotated, Any
 import typer
 
 from cllm.checks import closest
-from cllm.cli.texts import in_words
+from cllm.cli.texts import PREFIX, in_words
 from cllm.removed import replacement
 
-PREFIX = "CLLM_"
 NOT_FROM_SOURCES = ("--config", "--help", "-h")
 OTHERS = (
     "CLLM_API_KEY",
@@ -33,8 +32,9 @@ OTHERS = (
 )
 # Kubernetes sets PREFIX + "PORT" to tcp://ADDRESS:PORT in each pod beside a Service that is called cllm.
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
-# Both options name the model: the one from the source with precedence is used, the other ignored.
-RIVALS = {"model": "hf", "hf": "model"}
+# Each names the model, or says that there is none: those of the source with precedence are used, the others
+# ignored.  `file` is the argument of `cllm tune`.
+RIVALS = {"model", "hf", "fake", "file"}
 # Functions that return the values of options, called only for options that the command line lacks.
 Values = dict[str, Callable[[], Any]]
 
@@ -55,8 +55,9 @@ def config_file(variables: Mapping[str, str]) -> Any:
         of_environment = _of_environment(context, variables, os.environ)
         for variable, meant in _misspelt(context.command, os.environ):
             typer.echo(f"cllm: {variable} is not an option; did you mean {meant}?", err=True)
-        for name in RIVALS.keys() & of_environment:
-            of_file.pop(RIVALS[name], None)
+        if RIVALS & of_environment.keys():
+            for name in RIVALS:
+                of_file.pop(name, None)
         context.default_map = of_file | of_environment
         return path
 
@@ -222,11 +223,12 @@ def _value(
     read: Callable[[Any, Any], Any],
     value: Any,
 ) -> Any:
-    """Return the value of an option not on the command line, or None if its rival is; errors name `where`."""
-    rival = RIVALS.get(parameter.name, "")
-    source = context.get_parameter_source(rival)  # typed options are processed before all others
-    if source is not None and source.name == "COMMANDLINE":
-        return None
+    """Return the value of an option not on the command line, or None if a rival is; errors name `where`."""
+    if parameter.name in RIVALS:
+        # Typed options are processed before all others.
+        sources = map(context.get_parameter_source, RIVALS)
+        if any(source is not None and source.name == "COMMANDLINE" for source in sources):
+            return None
     try:
         typed = read(value, parameter)
         parameter.process_value(context, typed)

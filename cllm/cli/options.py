@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -303,7 +304,9 @@ def options_table(kind: type[Flags]) -> list[str]:
         rows.append(f"| {flags} | {said.replace('|', chr(92) + '|')} (`{name}`) |")
         if name == "model":
             for _, option in map(get_args, kind.extra.values()):
-                flags = ", ".join(f"`{flag}`" for flag in option.param_decls)
+                # typer takes the first name of an annotation for the default, until it reads the function.
+                names = (option.default, *(option.param_decls or ()))
+                flags = ", ".join(f"`{name}`" for name in names)
                 rows.append(f"| {flags} | {option.help} |")
     return rows
 
@@ -400,6 +403,24 @@ def model_file(given: str | None) -> Path | None:
         return Path(given)
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def output_file(path: Path | None) -> Path | None:
+    """Return the path of a file that a command writes at its end; reject one that cannot be written.
+
+    Raises
+    ------
+    typer.BadParameter
+    """
+    if path is None:
+        return None
+    directory = path.resolve().parent
+    is_special = path.exists() and not path.is_file()  # such as /dev/stdout
+    if not (directory.is_dir() or is_special):
+        raise typer.BadParameter(f"there is no directory {directory}")
+    if path.is_dir() or not os.access(path if is_special else directory, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written")
+    return path
 
 
 ModelOption = Annotated[

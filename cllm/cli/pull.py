@@ -38,7 +38,7 @@ def models(
         list[str] | None, typer.Option(help="Remove this model; may be repeated.")
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove what is left of interrupted downloads.")
+        bool, typer.Option("--prune", help="Remove what is left of interrupted downloads of cllm.")
     ] = False,
 ) -> int:
     """List the downloaded models and the disk space that they use, or remove some."""

@@ -65,8 +65,9 @@ def serve(
             engine.given["tenant_weights"] = {**weights, **dict(given)}
         make_app: Callable[..., Any] = create_app
         if fake is not None:
-            if engine.given.get("model"):
-                raise typer.BadParameter("it has no model: leave out --model", param_hint="--fake")
+            if engine.given.keys() & {"model", "hf"}:
+                limit = "it has no model: leave out --model and -hf"
+                raise typer.BadParameter(limit, param_hint="--fake")
             make_app = _app_of_rules(fake)
             config = replace(config, model_name=config.model_name or "fake")
             options["n_ctx"] = N_CTX_FAKE

@@ -19,25 +19,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import cllm
-from cllm.cli.texts import decoded, without_bom
+from cllm.cli.texts import decoded, visible, without_bom
 
 BOLD, DIM, RED = "1", "2", "31"
 
 # Bytes of a line that are kept.  The engine accepts fewer, and so rejects a line that was cut.
 MAX_LINE_BYTES = 2 << 20
 
-# Control characters in an output could move the cursor, or worse: a terminal gets visible symbols.
-_PICTURES = {
-    code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"
-} | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
-
 Arguments = TypeVarTuple("Arguments")
 AnyEngine = TypeVar("AnyEngine", cllm.Engine, cllm.Embedder)
-
-
-def visible(text: str) -> str:
-    """Return the text with a visible symbol for each control character but tab and newline."""
-    return text.translate(_PICTURES)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

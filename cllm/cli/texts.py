@@ -1,4 +1,4 @@
-"""Texts from files and from standard input, and the text of an error about an option."""
+"""Texts from files and from standard input, texts for a terminal, and those of errors about options."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import typer
 
 from cllm import InvalidRequestError
 
+PREFIX = "CLLM_"  # of options in the environment
+
 # What an option's value must be, by the type of pydantic's error.
 LIMITS = {
     "int_parsing": "an integer", "int_from_float": "an integer", "int_type": "an integer",
@@ -17,6 +19,16 @@ LIMITS = {
     "greater_than_equal": "at least {ge}", "less_than_equal": "at most {le}",
     "greater_than": "more than {gt}", "less_than": "less than {lt}",
 }  # fmt: skip
+
+# Control characters in an output could move the cursor, or worse: a terminal gets visible symbols.
+_PICTURES = {
+    code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"
+} | dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
+
+
+def visible(text: str) -> str:
+    """Return the text with a visible symbol for each control character but tab and newline."""
+    return text.translate(_PICTURES)
 
 
 def without_bom(data: bytes) -> bytes:

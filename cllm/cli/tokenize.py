@@ -10,8 +10,7 @@ import typer
 
 from cllm import EngineConfig
 from cllm.cli.options import ModelOption, model_file
-from cllm.cli.terminal import visible
-from cllm.cli.texts import decoded
+from cllm.cli.texts import decoded, visible
 from cllm.doctor.tokens import tokens_of
 
 STANDARD_INPUT = "-"

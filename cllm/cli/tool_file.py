@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ import anyio.to_thread
 
 from cllm import CllmError, ToolCall
 
+MODULE = "_cllm_tool_file"
 KINDS: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
     int: {"type": "integer"},
@@ -51,10 +53,11 @@ def load_tools(path: Path) -> dict[str, FunctionTool]:
     CllmError
         The file is not a Python file, raises an error, or defines no public function.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(MODULE, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise CllmError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module  # dataclasses look up their annotations there
     try:
         spec.loader.exec_module(module)
         functions = [
@@ -64,6 +67,7 @@ def load_tools(path: Path) -> dict[str, FunctionTool]:
         ]
         tools = [FunctionTool(function, definition_of(function)) for function in functions]
     except Exception as error:  # an annotation may be wrong too
+        del sys.modules[MODULE]
         raise CllmError(f"{path} cannot be run: {error!r}") from error
     if not tools:
         raise CllmError(f"{path} defines no public function")
@@ -75,6 +79,8 @@ def definition_of(function: Callable[..., Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(function)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
         properties[name] = schema_of(hints.get(name, str))
         if parameter.default is inspect.Parameter.empty:
             required.append(name)
@@ -110,6 +116,6 @@ async def run_tool(tools: Mapping[str, FunctionTool], call: ToolCall) -> str:
             result = await function(**arguments)
         else:
             result = await anyio.to_thread.run_sync(lambda: function(**arguments))
+        return result if isinstance(result, str) else json.dumps(result, default=str)
     except Exception as error:
         return f"error: {error!r}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated
@@ -16,10 +17,11 @@ from rich.table import Table
 from cllm import EngineConfig, InvalidArgumentError, ModelLoadError
 from cllm.cli.doctor import PlotOption, drawable
 from cllm.cli.options import EngineFlags, with_flags
+from cllm.cli.terminal import complain, note
 from cllm.doctor import save_ratios_plot
 from cllm.engine.core.tick_shares import SHAPES
 from cllm.engine.llama.tuner import Tuner
-from cllm.engine.llama.tuning import LEAST_GAIN, Candidate, Settings, Tuning
+from cllm.engine.llama.tuning import LEAST_GAIN, Candidate, NotTunedError, Settings, Tuning
 from cllm.system import can_pass_descriptors
 
 LIMIT_S = 600.0
@@ -48,18 +50,28 @@ def tune(
     config = engine.config(process=process)
     console = Console(highlight=False, quiet=as_json)
     console.width = max(N_COLUMNS, console.width)
+    deadline = time.monotonic() + seconds
     tuning = _measured(config, seconds, console)
-    _show(console, tuning, process=process)
-    if as_json:
-        typer.echo(json.dumps(tuning.as_dict()))
-    if plot is not None:
-        ratios = {told(each.changes): each.ratios for each in tuning.comparisons}
-        save_ratios_plot(ratios, SHAPES, plot, title=f"Settings of {config.model_path.name}")
-        print(f"picture: {plot}", file=sys.stderr)
+    is_kept = _report(console, config, tuning)
+    ratios = {told(each.changes): each.ratios for each in tuning.comparisons}
+    found = tuning.as_dict()
     if "tiled_matmul" in tuning.chosen and "process" not in engine.given:
         # Engines without a process of their own need another result.
-        _show(console, _measured(replace(config, process=False), seconds, console), process=False)
-    return 0
+        config = replace(config, process=False)
+        try:
+            tuning = _measured(config, max(0.0, deadline - time.monotonic()), console)
+        except NotTunedError as error:
+            note(f"Not tuned without a process: {error}")
+        else:
+            is_kept &= _report(console, config, tuning)
+            ratios |= {f"{told(e.changes)}, no process": e.ratios for e in tuning.comparisons}
+            found["without_process"] = tuning.as_dict()
+    if as_json:
+        typer.echo(json.dumps(found))
+    if plot is not None:
+        save_ratios_plot(ratios, SHAPES, plot, title=f"Settings of {config.model_path.name}")
+        print(f"picture: {plot}", file=sys.stderr)
+    return 0 if is_kept else 1
 
 
 def _measured(config: EngineConfig, seconds: float, console: Console) -> Tuning:
@@ -89,7 +101,8 @@ def told(settings: Settings) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults"
 
 
-def _show(console: Console, tuning: Tuning, *, process: bool) -> None:
+def _report(console: Console, config: EngineConfig, tuning: Tuning) -> bool:
+    """Print a result, and store it; return False, and print the reason, if it cannot be stored."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("settings", no_wrap=True)
     for shape in SHAPES:
@@ -111,12 +124,18 @@ def _show(console: Console, tuning: Tuning, *, process: bool) -> None:
     console.print(
         "Columns: decodes of 1 to 16 rows, prompts of 64 and 256 tokens; milliseconds, then ratios."
     )
+    try:
+        Tuner(config).save(tuning)
+    except (OSError, RuntimeError) as error:
+        complain(f"no engine will use the result, which cannot be stored: {error}")
+        return False
     if tuning.chosen:
-        kind = "in processes of their own" if process else "without a process of their own"
-        everywhere = process and "tiled_matmul" not in tuning.chosen
+        kind = "in processes of their own" if config.process else "without a process of their own"
+        everywhere = config.process and "tiled_matmul" not in tuning.chosen
         which = "Engines" if everywhere else f"Engines {kind}"
         console.print(f"{which} use {told(tuning.chosen)} with this model from now on.")
     else:
         console.print(
             f"The defaults stay: no setting is faster by {LEAST_GAIN:.0%} beyond the noise."
         )
+    return True

@@ -13,6 +13,7 @@ from cllm.bindings._llama_h import LLAMA_CPP_COMMIT, LLAMA_CPP_VERSION
 from cllm.doctor.findings import Check, Status
 from cllm.errors import AbiMismatchError, LibraryError
 from cllm.memory import available_bytes
+from cllm.processors import cpu_name
 from cllm.system import lockable_bytes
 
 MIB = 1 << 20
@@ -40,7 +41,7 @@ def installation_checks() -> Iterator[Check]:
     yield Check("library", Status.OK, str(loaded.path))
     yield check_version(record, loaded.llama_version().decode())
     yield check_build(record)
-    yield check_cpu(record, _cpu_name(), system_info(), loaded.cpu_backend().name)
+    yield check_cpu(record, cpu_name(), system_info(), loaded.cpu_backend().name)
     yield check_gpus(devices(), loaded.unloaded_backends())
     if "amx" in record:
         yield check_amx(record)
@@ -171,18 +172,3 @@ def check_memory(model_bytes: int, available_bytes: int | None, may_lock: str) -
     if model_bytes > available_bytes:
         return Check("memory", Status.WARNING, f"{text}: weights will be read again and again")
     return Check("memory", Status.OK, text)
-
-
-def _cpu_name() -> str:
-    """Return the name of the CPU as `build_llama.sh` reads it; empty without /proc/cpuinfo."""
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith(("model name", "CPU part")):
-            return line.partition(":")[2].strip()
-    return ""
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

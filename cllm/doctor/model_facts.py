@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,15 @@ class FileFacts:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
-        return asdict(self)
+        """Return the facts for JSON, which has no infinite numbers and no NaN: None stands for them."""
+        metadata = {key: _finite(value) for key, value in self.metadata.items()}
+        return asdict(replace(self, metadata=metadata))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def file_facts(path: Path, reason: str) -> FileFacts | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -86,8 +87,28 @@ def replace_json(file: Path, values: Mapping[str, object]) -> None:
         The disk is full, for example.  The file is unchanged, and no temporary file is left.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may read meanwhile: it finds the old file, or the new one.
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.stem}-") as directory:
-        written = Path(directory) / file.name
+    with replacing(file) as written:
         written.write_text(json.dumps(values, indent=1))
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a path to write to; at the end of the block, the new file replaces `file`.
+
+    The file that a link leads to is replaced, not the link.  A path that is no regular file, such as
+    /dev/stdout, is yielded itself.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be written, for example.  The file is unchanged, and no temporary file is left.
+    """
+    if file.exists() and not file.is_file():
+        yield file
+        return
+    file = file.resolve()
+    # Another process may read meanwhile: it finds the old file, or the new one.
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".cllm-") as directory:
+        written = Path(directory) / file.name
+        yield written
         written.replace(file)

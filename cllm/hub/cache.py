@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from cllm.hub.names import ModelName, choose_files, choose_projector, models_of,
 
 REPO = "models--"  # beginning of a repository's directory: `models--user--name`
 INCOMPLETE = ".incomplete"
+# Those of huggingface_hub have a random part more: another program may be writing them.
+_OWN_PART = re.compile(f"[0-9a-f]{{64}}{re.escape(INCOMPLETE)}")
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ def cached_models() -> list[CachedModel]:
 
 
 def incomplete_files() -> list[Path]:
-    """Return the files of unfinished downloads."""
-    return sorted(cache_directory().glob(f"{REPO}*/blobs/*{INCOMPLETE}"))
+    """Return the files of unfinished downloads of cllm."""
+    found = cache_directory().glob(f"{REPO}*/blobs/*{INCOMPLETE}")
+    return sorted(path for path in found if _OWN_PART.fullmatch(path.name))
 
 
 def remove_incomplete(path: Path) -> int | None:
@@ -107,20 +111,27 @@ def _removed(path: Path) -> int:
 def remove_model(model: CachedModel) -> int:
     """Remove a model from the cache, and return the number of bytes freed.
 
-    All snapshots lose its files, and those that they share with it.
+    All snapshots lose its files, and those that they share with it.  A file in the store that huggingface_hub
+    shares between repositories stays, and counts as nothing.
     """
     directory = repo_directory(model.name.repo)
     snapshot = next(path for path in model.paths[0].parents if path.parent.name == "snapshots")
     names = [path.relative_to(snapshot) for path in model.paths]
     versions = [each / name for each in _snapshots(directory) for name in names]
-    blobs = {path.resolve() for path in versions if path.exists()}
+    blobs = {_blob_of(path) for path in versions if path.exists()}
     for pointer in list(directory.glob("snapshots/*/**/*.gguf")):
-        if pointer.resolve() in blobs:
+        if _blob_of(pointer) in blobs:
             pointer.unlink()
-    n_freed = sum(blob.stat().st_size for blob in blobs if blob.exists())
+    n_freed = sum(blob.stat().st_size for blob in blobs if blob.is_file() and not blob.is_symlink())
     for blob in blobs:
         blob.unlink(missing_ok=True)
     return n_freed
+
+
+def _blob_of(path: Path) -> Path:
+    """Return the file of the repository that a name in a snapshot links to; it may itself be a link."""
+    blob = path.parent / path.readlink() if path.is_symlink() else path
+    return blob.parent.resolve() / blob.name
 
 
 def _cached_models() -> Iterator[CachedModel]:

@@ -191,10 +191,24 @@ def _download_errors(model: ModelName) -> Iterator[None]:
         raise DownloadError(str(model), _reason(error)) from error
 
 
+def _check_addresses(model: ModelName) -> None:
+    """Raise `DownloadError` if no request can be made: for an invalid `HF_ENDPOINT`, for example."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().build_request("GET", constants.ENDPOINT)
+    except ImportError:
+        raise DownloadError(str(model), "a SOCKS proxy needs the package socksio") from None
+    except Exception as error:  # an invalid address is no HTTPError; the message has it
+        reason = f"the proxy or HF_ENDPOINT cannot be used ({type(error).__name__})"
+        raise DownloadError(str(model), reason) from None
+
+
 def _files_of(model: ModelName, choose: Choose) -> list[_File]:
     """Return the files that `choose` takes from the hub's list; raise `DownloadError` if its answer cannot be read."""
     import huggingface_hub
 
+    _check_addresses(model)
     try:
         info = huggingface_hub.HfApi().model_info(model.repo, files_metadata=True, timeout=LIST_S)
         known = {str(file.rfilename): file for file in info.siblings or ()}

@@ -489,6 +489,19 @@ def test_help_names_every_option(sandbox: Sandbox) -> None:
     assert max(map(len, output.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("options", [(), ("--verbose",)])
+def test_the_log_is_named_where_one_is_written(sandbox: Sandbox, options: tuple[str, ...]) -> None:
+    said = sandbox.build(*options)
+    assert ("; log: " in said) is (options == ())
+    assert any(sandbox.cache.rglob("build.log")) is (options == ())
+
+
+def test_as_many_jobs_run_as_the_process_has_processors(sandbox: Sandbox) -> None:
+    write_program(sandbox.stub / "bin" / "nproc", "echo 1")
+    sandbox.build()
+    assert "-j 1 " in sandbox.log("ninja")[-1]
+
+
 def test_jobs_is_passed_on(sandbox: Sandbox) -> None:
     sandbox.build("--jobs", "7")
     assert "-j 7" in sandbox.log("ninja")[0]

@@ -1,4 +1,4 @@
-"""setup.py builds the library with its own interpreter, and an error is its last line."""
+"""setup.py builds the library with its own interpreter, tools/setup.sh an environment, and make shows its help."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,3 +45,31 @@ def test_a_build_that_fails_ends_with_one_line_that_says_why(tmp_path: Path) -> 
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "cllm: libllama was not built: missing: c++"
     assert "Traceback" not in done.stderr
+
+
+def write_program(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_an_environment_that_was_left_without_pip_is_completed(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "setup.sh", tmp_path / "tools")
+    for name in ("pyproject.toml", "setup.py"):
+        (tmp_path / name).touch()
+    write_program(tmp_path / "build_llama.sh", "exit 0")
+    write_program(tmp_path / "python", '[ "$1 $2" != "-m venv" ] || touch "$3/pip"')
+    write_program(tmp_path / ".venv" / "bin" / "python", f'[ -e "{tmp_path}/.venv/pip" ]')
+    environment = {**os.environ, "PYTHON": str(tmp_path / "python"), "CXX": "sh"}
+    environment.pop("VENV", None)
+    command = [str(tmp_path / "tools" / "setup.sh"), "server"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / ".venv" / ".installed-server").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_help_of_make_runs_nothing() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -17,7 +17,7 @@ from cllm.cli.app import command_line
 from cllm.engine.config import EMBEDDED_MODEL
 from cllm.server import ServerConfig, serving
 from cllm.server.operation import logs
-from tests.cli.children import Terminal, run_cllm
+from tests.cli.children import Terminal, run_cllm, start_cllm
 from tests.conftest import some_in_fast
 
 serving_listen = serving.listen
@@ -109,6 +109,27 @@ def test_a_terminal_hears_that_the_embedded_model_is_a_toy_and_what_takes_a_real
         assert "toy" not in terminal.until("> ")
         terminal.send("/bye\n")
         assert terminal.exit_code() == 0
+
+
+@pytest.mark.parametrize("command", ["info", "--help"])
+def test_a_reader_that_has_gone_is_no_error(command: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with start_cllm(command, stdout=writing) as child:
+        os.close(writing)
+        assert child.stderr is not None
+        assert (child.stderr.read(), child.wait(60)) == (b"", 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1() -> None:
+    with Path("/dev/full").open("wb") as full, start_cllm("info", stdout=full) as child:
+        assert child.stderr is not None
+        said = child.stderr.read().decode()
+        assert child.wait(60) == 1
+    assert said.startswith("cllm: ")
+    assert said.endswith("No space left on device\n")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])

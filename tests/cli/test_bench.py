@@ -17,6 +17,7 @@ import pytest
 from cllm import Engine, SamplingParams, TokenDelta
 from cllm.cli.bench import Bench, Sample, Workload
 from cllm.cli.bench_report import percentile
+from cllm.engine.llama.tuner import Tuner
 from tests.cli.children import ROOT, run_cllm
 
 SHORT = ("--concurrency", "1,3", "--prompt-tokens", "8", "--max-tokens", "5", "--requests", "4")
@@ -48,6 +49,13 @@ def test_the_table_names_the_model_and_has_a_line_for_each_concurrency() -> None
     assert lines[-1].split()[-1] == "–", "one token has no time to the next"
 
 
+def test_the_report_has_the_settings_that_tuning_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = {"n_threads": 2, "repack": False}
+    monkeypatch.setattr(Tuner, "settings", lambda self: tuned)
+    report = json.loads(run_cllm("bench", *SHORT, "--json").stdout)
+    assert (report["tuned"], report["n_threads"]) == (tuned, 2)
+
+
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
@@ -67,7 +75,7 @@ def test_without_matplotlib_one_line_says_so_and_the_rest_is_done(tmp_path: Path
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0
-    assert done.stderr == "No plot without matplotlib: pip install 'cllm[plot]'\n"
+    assert done.stderr == "cllm: no picture without the extra plot: pip install 'cllm[plot]'\n"
     assert len(done.stdout.splitlines()) > 4
     assert not path.exists()
 

@@ -421,6 +421,21 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     assert [*tmp_path.iterdir()] == [file]
 
 
+def test_no_link_that_stands_where_a_chat_is_written_is_followed_but_its_own(
+    tmp_path: Path,
+) -> None:
+    other, target = tmp_path / "other", tmp_path / "target"
+    other.write_text("kept")
+    (tmp_path / ".target.new").symlink_to(other)
+    (link := tmp_path / "link").symlink_to(target)
+    write_chat(link, history_of(1, 10))
+    assert other.read_text() == "kept"
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o600
+    write_chat(Path(os.devnull), history_of(1, 10))
+    assert Path(os.devnull).is_char_device()
+
+
 def test_the_last_chat_goes_on_and_is_readable_by_its_owner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -679,7 +694,7 @@ async def test_what_there_is_of_a_stopped_answer_stays_in_the_history() -> None:
 # --- What fits -------------------------------------------------------------------------------
 def history_of(n_turns: int, n_tokens: int) -> History:
     """Turns of eight characters, in a context of 400 tokens of which an answer may want 100."""
-    history = History("system", n_ctx=400, n_answer_max=None)
+    history = History("system", n_ctx=400)
     for n in range(n_turns):
         said = ({"role": "assistant", "content": f"say{n}"},)
         history.turns.append(Turn(f"ask{n}", said, n_tokens))
@@ -701,6 +716,19 @@ async def test_a_chat_that_fits_is_kept_whole_without_counting_it() -> None:
     history = history_of(20, n_tokens=300 - 10 - 16)
     kept = await history.fitting("next", count=count, count_prompt=not_asked)
     assert kept == history.turns
+
+
+@pytest.mark.anyio
+async def test_the_room_for_an_answer_follows_the_present_limit() -> None:
+    async def count_prompt(messages: Messages) -> int:
+        return 350
+
+    history = history_of(20, n_tokens=350)
+    for n_answer_max, is_whole in ((50, True), (51, False), (10_000, False), (None, False)):
+        kept = await history.fitting(
+            "n", n_answer_max=n_answer_max, count=count, count_prompt=count_prompt
+        )
+        assert (kept == history.turns) is is_whole
 
 
 @pytest.mark.anyio

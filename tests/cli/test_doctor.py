@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from cllm.cli.doctor import doctor
-from cllm.doctor import has_matplotlib
+from cllm.cli.doctor import _show_check, doctor
+from cllm.doctor import Check, Status, has_matplotlib
 from cllm.doctor.experiments import SETUPS
 
 app = typer.Typer()
@@ -34,6 +36,12 @@ def test_json_is_one_object_with_checks_experiments_and_the_answer() -> None:
     assert [e["name"] for e in told["experiments"]] == [setup.name for setup in SETUPS]
     assert all(e["is_expected"] for e in told["experiments"])
     assert {check["status"] for check in told["checks"]} <= {"ok", "warning"}
+
+
+def test_control_characters_of_a_model_are_symbols() -> None:
+    said = StringIO()
+    _show_check(Console(file=said), Check("model", Status.OK, "a\x1b[2Jb"))
+    assert "a␛[2Jb" in said.getvalue()
 
 
 @pytest.mark.full

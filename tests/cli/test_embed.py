@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 
-from cllm.cli.embed import N_AT_ONCE, _parts
+from cllm.cli.embed import N_AT_ONCE, _parts, _save
 from cllm.cli.terminal import InputLine
 from tests.cli.children import run_cllm
 
@@ -58,7 +59,6 @@ def test_vectors_may_be_cut_and_left_as_they_are() -> None:
         (("-",), "one\n\nthree\n", "text 2 is '', must be a text that is not empty"),
         (("x" * 600,), "", "text 1 is '601 tokens', must be at most 512"),
         (("one", "--dimensions", "0"), "", "dimensions is 0, must be 1 to"),
-        (("one", "-o", "/nowhere/file"), "", "cannot write /nowhere/file"),
     ],
 )
 def test_what_cannot_be_embedded_is_one_line_and_exit_code_1(
@@ -68,6 +68,35 @@ def test_what_cannot_be_embedded_is_one_line_and_exit_code_1(
     assert done.returncode == 1
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("/nowhere/file", "there is no directory /nowhere"), ("/", "/ cannot be written")],
+)
+def test_an_array_that_cannot_be_written_is_rejected_before_a_text_is_read(
+    path: str, said: str
+) -> None:
+    done = run_cllm("embed", "-", "-o", path, "-m", "missing.gguf")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_an_array_that_the_disk_has_no_room_for_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(file: BinaryIO, _: object) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path, vectors = tmp_path / "vectors", np.zeros((1, 1), np.float32)
+    _save(path, vectors)
+    before = path.read_bytes()
+    monkeypatch.setattr(np, "save", fill)
+    with pytest.raises(OSError, match="No space left"):
+        _save(path, vectors)
+    assert path.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_model_that_is_not_told_how_to_pool_says_so() -> None:

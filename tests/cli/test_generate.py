@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,8 @@ from cllm.cli import generate as generate_module
 from cllm.cli.generate import Form, PromptRun
 from cllm.cli.habits import as_spelt_here, hint_for_model
 from cllm.cli.options import EngineFlags, SamplingFlags
-from cllm.cli.terminal import InputLine, StandardOutput, visible
+from cllm.cli.terminal import InputLine, StandardOutput
+from cllm.cli.texts import visible
 from tests.cli.children import CLLM, CTRL_C, ENDLESS, ROOT, Terminal, run_cllm, start_cllm
 from tests.conftest import QUIET, submitted_together
 from tools import make_model, make_projector
@@ -195,20 +197,24 @@ def test_a_wait_for_standard_input_is_explained(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("value", ["on", "off", "auto"])
 @pytest.mark.parametrize("name", ["-fa", "--flash-attn"])
-def test_flash_attention_is_switched_as_llama_cpp_switches_it(name: str, value: str) -> None:
+def test_flash_attention_is_switched_as_llama_cpp_switches_it(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLLM_FLASH_ATTN", "")  # restored at the end: `auto` sets it
     assert run_cllm("generate", name, value, "1+1=", *GREEDY).stdout == "2\n"
     assert run_cllm("generate", f"{name}={value}", "1+1=", *GREEDY).stdout == "2\n"
 
 
 def test_flash_attention_without_a_value_is_on() -> None:
-    assert as_spelt_here(["generate", "-fa", "on", "x"]) == ["generate", "--flash-attn", "x"]
-    assert as_spelt_here(["-fa", "x", "-fa", "off"]) == ["--flash-attn", "x", "--no-flash-attn"]
-    assert as_spelt_here(["x", "-fa"]) == ["x", "--flash-attn"]
-    assert as_spelt_here(["--flash-attn=auto", "on"]) == ["on"]
-    assert as_spelt_here(["--", "-fa", "on"]) == ["--", "-fa", "on"]
-    assert as_spelt_here(["-fa", "on", "-fa"]) == ["--flash-attn", "--flash-attn"]
-    assert as_spelt_here(["-fa", "", "x"]) == ["--flash-attn", "", "x"]
-    assert as_spelt_here(["-fa", "0", "-fa=true"]) == ["--no-flash-attn", "--flash-attn"]
+    spelt = partial(as_spelt_here, environment={})
+    assert spelt(["generate", "-fa", "on", "x"]) == ["generate", "--flash-attn", "x"]
+    assert spelt(["-fa", "x", "-fa", "off"]) == ["--flash-attn", "x", "--no-flash-attn"]
+    assert spelt(["x", "-fa"]) == ["x", "--flash-attn"]
+    assert spelt(["--flash-attn=auto", "on"]) == ["on"]
+    assert spelt(["--", "-fa", "on"]) == ["--", "-fa", "on"]
+    assert spelt(["-fa", "on", "-fa"]) == ["--flash-attn", "--flash-attn"]
+    assert spelt(["-fa", "", "x"]) == ["--flash-attn", "", "x"]
+    assert spelt(["-fa", "0", "-fa=true"]) == ["--no-flash-attn", "--flash-attn"]
     assert run_cllm("generate", "-fa=maybe", "x").returncode == 2
 
 

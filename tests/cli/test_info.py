@@ -91,6 +91,22 @@ def test_the_header_of_any_file_is_shown_without_llama_cpp(
         assert told in lines["not"]
 
 
+def test_control_characters_of_a_file_are_symbols_and_json_has_no_nan(tmp_path: Path) -> None:
+    path = tmp_path / "file.gguf"
+    writer = GGUFWriter(path, "qwen5next")
+    writer.add_name("A\x1b[2Jname\nfile  /etc")
+    writer.add_float32("a.number", float("nan"))
+    writer.add_array("a.numbers", [1.0, float("inf")])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    done = run_cllm("info", str(path))
+    assert "A␛[2Jname file  /etc\n" in done.stdout
+    assert "\x1b" not in done.stdout
+    metadata = json.loads(run_cllm("info", str(path), "--json").stdout)["metadata"]
+    assert (metadata["a.number"], metadata["a.numbers"]) == (None, [1.0, None])
+
+
 def test_a_model_of_an_unknown_architecture_names_the_version_and_the_way_to_a_newer_one(
     tmp_path: Path,
 ) -> None:

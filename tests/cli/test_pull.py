@@ -90,7 +90,7 @@ def test_an_interrupted_pull_goes_on_where_it_was(hub: FakeHub, tmp_path: Path) 
 def test_what_is_left_of_interrupted_pulls_can_be_given_up(hub: FakeHub, tmp_path: Path) -> None:
     blobs = tmp_path / "hub" / f"models--{REPO.replace('/', '--')}" / "blobs"
     blobs.mkdir(parents=True)
-    (blobs / "0123.incomplete").write_bytes(bytes(2000))
+    (blobs / f"{'0123' * 16}.incomplete").write_bytes(bytes(2000))
     done = run_cllm_apart("models", "--prune")
     assert (done.returncode, done.stderr) == (0, "removed a part of 2.0 kB\n")
     assert list(blobs.iterdir()) == []

@@ -69,7 +69,7 @@ def test_weights_of_keys_and_of_options_are_both_used(
 def test_rules_and_a_model_exclude_each_other(tmp_path: Path) -> None:
     rules = tmp_path / "rules.json"
     rules.write_text("[]")
-    for models in (["-m", "a=x.gguf", "-m", "b=y.gguf"], ["-m", "x.gguf"]):
+    for models in (["-m", "a=x.gguf", "-m", "b=y.gguf"], ["-m", "x.gguf"], ["-hf", "user/repo"]):
         result = CliRunner().invoke(app, ["--fake", str(rules), *models])
         assert result.exit_code == 2
         assert "leave out --model" in result.output

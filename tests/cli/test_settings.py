@@ -272,6 +272,39 @@ def test_a_switch_of_three_states_takes_auto_from_the_environment_and_from_a_fil
     assert "flash-attn: it is of type str, must be true or false" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("typed", [["-fa", "auto"], ["--flash-attn=auto"]])
+def test_a_typed_auto_goes_before_the_environment_and_a_file(
+    typed: list[str],
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("flash-attn = false")
+    monkeypatch.setenv("CLLM_FLASH_ATTN", "off")
+    monkeypatch.setattr(sys, "argv", ["cllm", "serve", "--config", str(path), *typed])
+    assert run() == 0
+    assert served[0][0].flash_attn is None
+
+
+@pytest.mark.parametrize("how", ["environment", "file"])
+@pytest.mark.parametrize("name", ["model", "hf-repo"])
+def test_a_typed_fake_server_ignores_the_model_of_other_sources(
+    how: str,
+    name: str,
+    served: list[tuple[EngineConfig, ServerConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (path := tmp_path / "a.toml").write_text(f"{name} = 'a/b'" if how == "file" else "")
+    if how == "environment":
+        monkeypatch.setenv(f"CLLM_{name.replace('-', '_').upper()}", "a/b")
+    (rules := tmp_path / "rules.json").write_text("[]")
+    monkeypatch.setattr(sys, "argv", ["cllm", "serve", "--config", str(path), "--fake", str(rules)])
+    assert run() == 0
+    assert served[0][0].model is None
+
+
 def test_an_error_about_a_secret_leaves_the_value_out() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^api_key is a secret, must be text") as raised:
         ServerConfig(api_key=cast(str, 123456))

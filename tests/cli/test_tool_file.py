@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import pytest
 from cllm import CllmError, SamplingParams, ToolCall
 from cllm.cli.chat_session import MAX_ROUNDS, Chat
 from cllm.cli.terminal import StandardOutput
-from cllm.cli.tool_file import load_tools, run_tool, schema_of
+from cllm.cli.tool_file import MODULE, load_tools, run_tool, schema_of
 from cllm.testing import FakeAnswer, FakeEngine
 from tests.cli.children import run_cllm
 
@@ -19,6 +20,7 @@ FILE = '''
 """Tools."""
 from __future__ import annotations
 import math
+from dataclasses import dataclass
 from typing import Literal, Optional
 
 def weather(city: str, unit: Literal["c", "f"] = "c", days: int | None = None) -> dict:
@@ -38,6 +40,15 @@ def add(a: float, b: float, more: list[int] = [], kind=None, options: dict = {})
 def fail() -> None:
     raise ValueError("broken")
 
+def shaped(shape: str, *more: int, **others: int) -> object:
+    looped = []
+    looped.append(looped)
+    return {"keys": {(1, 2): 3}, "looped": looped, "point": _Point(1)}[shape]
+
+@dataclass
+class _Point:
+    x: int
+
 def _private() -> None: ...
 '''
 
@@ -52,7 +63,7 @@ def path(tmp_path: Path) -> Path:
 # --- The file --------------------------------------------------------------------------------
 def test_the_public_functions_of_a_file_are_tools_by_their_annotations(path: Path) -> None:
     tools = load_tools(path)
-    assert [*tools] == ["weather", "now", "add", "fail"]
+    assert [*tools] == ["weather", "now", "add", "fail", "shaped"]
     function = tools["weather"].definition["function"]
     assert function["description"] == "The weather in a city."
     assert function["parameters"] == {
@@ -68,6 +79,8 @@ def test_the_public_functions_of_a_file_are_tools_by_their_annotations(path: Pat
     assert properties["a"] == {"type": "number"}
     assert properties["more"] == {"type": "array", "items": {"type": "integer"}}
     assert properties["options"] == {"type": "object"}
+    parameters = tools["shaped"].definition["function"]["parameters"]
+    assert (parameters["required"], [*parameters["properties"]]) == (["shape"], ["shape"])
 
 
 @pytest.mark.parametrize(
@@ -86,6 +99,14 @@ def test_a_file_that_has_no_tools_says_why(text: str, said: str, tmp_path: Path)
         load_tools(path)
 
 
+def test_a_file_that_cannot_be_run_leaves_no_module(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text("1 / 0")
+    with pytest.raises(CllmError, match="ZeroDivisionError"):
+        load_tools(path)
+    assert MODULE not in sys.modules
+
+
 def test_a_file_that_is_not_there_is_one_line_of_the_command_line(tmp_path: Path) -> None:
     done = run_cllm("chat", "--tools", str(tmp_path / "missing.py"))
     assert done.returncode in (1, 2)
@@ -102,6 +123,9 @@ def test_a_file_that_is_not_there_is_one_line_of_the_command_line(tmp_path: Path
         ("now", "{}", "noon"),
         ("add", '{"a":1,"b":2}', "3"),
         ("fail", "{}", "error: ValueError('broken')"),
+        ("shaped", '{"shape":"point"}', '"_Point(x=1)"'),
+        ("shaped", '{"shape":"keys"}', "error: TypeError("),
+        ("shaped", '{"shape":"looped"}', "error: ValueError("),
         ("weather", "{}", "error: TypeError("),
         ("weather", '{"city":', "error: JSONDecodeError("),
         ("weather", "[1]", "error: TypeError("),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -15,7 +17,7 @@ from cllm.cli import tune as command
 from cllm.doctor import has_matplotlib
 from cllm.engine.core.tick_shares import SHAPES, shares_of
 from cllm.engine.llama.tuner import Tuner
-from cllm.engine.llama.tuning import Candidate, Comparison, Tuning
+from cllm.engine.llama.tuning import Candidate, Comparison, NotTunedError, Tuning
 from cllm.engine.llama.tuning_cache import load_tuning, tuning_key
 
 app = typer.Typer()
@@ -33,8 +35,9 @@ def compared(score: float) -> Comparison:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[EngineConfig]]:
-    """Make the search find that `repack=False` takes this ratio of the time."""
+    """Make the search find that `repack=False` takes this ratio of the time; nothing is stored."""
     searched: list[EngineConfig] = []
+    monkeypatch.setattr(Tuner, "save", lambda self, tuning: None)
 
     def finding(score: float) -> list[EngineConfig]:
         def measure(
@@ -85,6 +88,69 @@ def test_a_picture_is_drawn(found: Callable[[float], list[EngineConfig]], tmp_pa
     done = run_tune("--plot", str(tmp_path / "a.png"))
     assert done.exception is None
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def tiled(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of each search: the first chooses `tiled_matmul=False`, the second finds nothing in no time."""
+    limits: list[float] = []
+    each = replace(compared(0.5), changes={"tiled_matmul": False})
+
+    def measure(self: Tuner, limit_s: float, on_stage: object) -> Tuning:
+        limits.append(limit_s)
+        if limit_s == 0:
+            raise NotTunedError("nothing was compared")
+        return Tuning(each.settings if self._config.process else {}, shares_of({}), (each,))
+
+    monkeypatch.setattr(Tuner, "measure", measure)
+    monkeypatch.setattr(Tuner, "save", lambda self, tuning: None)
+    return limits
+
+
+@pytest.mark.parametrize("took_s", [20.0, 100.0])
+def test_a_search_without_a_process_has_the_time_that_is_left(
+    took_s: float, tiled: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((1000.0, 1000.0 + took_s))
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("cllm.cli.tune.time", clock)
+    done = run_tune("--json", "--seconds", "60")
+    assert (done.exception, done.return_value) == (None, 0)
+    assert tiled == [60.0, max(0.0, 60.0 - took_s)]
+    said = json.loads(done.stdout)
+    assert said["chosen"] == {"tiled_matmul": False}
+    if took_s < 60:
+        assert said["without_process"]["chosen"] == {}
+    else:
+        assert "without_process" not in said
+        assert "Not tuned without a process: nothing was compared" in done.stderr
+
+
+def test_a_result_that_cannot_be_stored_is_an_error_beside_the_table(
+    found: Callable[[float], list[EngineConfig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Tuner, tuning: Tuning) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    found(0.8)
+    monkeypatch.setattr(Tuner, "save", refuse)
+    done = run_tune()
+    assert done.return_value == 1
+    assert "faster: repack=False" in done.stdout
+    assert "from now on" not in done.stdout
+    assert "cannot be stored" in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["CLLM_MODEL", "CLLM_HF_REPO"])
+def test_a_typed_model_goes_before_that_of_the_environment(
+    variable: str,
+    found: Callable[[float], list[EngineConfig]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched = found(0.8)
+    monkeypatch.setenv(variable, "a/b")
+    assert run_tune("typed.gguf").exception is None
+    assert searched[0].model == "typed.gguf"
 
 
 def test_a_model_that_is_named_twice_is_refused() -> None:

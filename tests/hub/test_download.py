@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import socket
+import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,6 +206,35 @@ def test_what_the_hub_refuses_is_said_in_words(
     assert in_cache(cache) == []
 
 
+@pytest.mark.parametrize(
+    ("proxy", "endpoint", "reason"),
+    [
+        ("socks5://secret@127.0.0.1:9", None, "a SOCKS proxy needs the package socksio"),
+        ("socks4://secret@127.0.0.1:9", None, r"HF_ENDPOINT cannot be used \(ValueError\)"),
+        (None, "http://secret@127.0.0.1:port", r"HF_ENDPOINT cannot be used \(InvalidURL\)"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_named_by_its_setting(
+    cache: Path,
+    proxy: str | None,
+    endpoint: str | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    huggingface_hub.close_session()
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if proxy is not None:
+        monkeypatch.setenv("all_proxy", proxy)
+    if endpoint is not None:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(DownloadError, match=reason) as error:
+        find_model(str(ONE))
+    assert "secret" not in str(error.value)
+    huggingface_hub.close_session()
+
+
 def test_a_hub_that_is_busy_is_asked_again(hub: FakeHub) -> None:
     pull_model(TWO)
     hub.asked.clear()
@@ -286,6 +316,21 @@ def test_models_are_listed_and_removed_with_what_they_take(hub: FakeHub, cache: 
     assert in_cache(cache) == [sha256_of(FILES[FILE])]
     assert cached_files(TWO) is None
     assert find_model(str(ONE)).read_bytes() == FILES[FILE]
+
+
+def test_a_file_that_huggingface_hub_shares_between_repositories_stays(
+    hub: FakeHub, cache: Path
+) -> None:
+    (path,) = pull_model(ONE)
+    blob, shared = path.resolve(), cache / "blobs" / "01" / "0123"
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(f"../../blobs/01/{shared.name}")
+    (model,) = cached_models()
+    assert model.n_bytes == N_BYTES
+    assert remove_model(model) == 0
+    assert shared.read_bytes() == FILES[FILE]
+    assert (in_cache(cache), cached_models()) == ([], [])
 
 
 def test_a_new_commit_hides_no_model_that_is_here(hub: FakeHub) -> None:
@@ -377,6 +422,15 @@ def test_a_part_that_is_being_downloaded_is_not_removed(hub: FakeHub) -> None:
         hub.goes_on.set()
         (path,) = done.result(60)
     assert path.read_bytes() == FILES[FILE]
+
+
+def test_a_part_of_another_program_is_not_pruned(cache: Path) -> None:
+    blobs = cache / "models--user--model" / "blobs"
+    blobs.mkdir(parents=True)
+    own, other = (blobs / f"{'a' * 64}{part}.incomplete" for part in ("", ".0123abcd"))
+    for path in (own, other):
+        path.touch()
+    assert incomplete_files() == [own]
 
 
 def test_what_others_leave_in_the_cache_hides_no_model(hub: FakeHub, cache: Path) -> None:

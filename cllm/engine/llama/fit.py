@@ -118,7 +118,7 @@ class ModelOnDevices:
             add(n_bytes, place)
         if OUTPUT not in self._tensors:  # llama.cpp takes a copy of the embeddings
             add(self._tensors.get(EMBEDDING, 0), places[-1])
-        for layer_number, n_bytes in enumerate(kv_layers(config, is_windowed=False)):
+        for layer_number, n_bytes in enumerate(kv_layers(config)):
             place = places[min(layer_number, len(places) - 1)] if config.kv_offload else {HOST: 1.0}
             add(n_bytes * self.kv_scale, place)
         return found + self.buffers
@@ -133,7 +133,7 @@ class ModelOnDevices:
             self.buffers.update(needs.on_devices)
             if not planned.generates:
                 self.buffers[self._gpus[0].name] += needs.n_context
-            elif (estimated := kv_bytes(config, is_windowed=False)) and needs.n_context:
+            elif (estimated := kv_bytes(config)) and needs.n_context:
                 # Sliding windows, states of recurrent layers: the header does not say all of it.
                 self.kv_scale = needs.n_context / estimated
 

@@ -100,7 +100,7 @@ def check_fits(config: EngineConfig, loaded: EngineConfig | None) -> None:
         raise ModelLoadError(path, error.strerror or str(error)) from error
     n_weights = sum(size for file, size in sizes.items() if file not in shared)
     n_weights += encoder_bytes(config)
-    n_kv = kv_bytes(config)
+    n_kv = kv_bytes(config, is_windowed=True)
     if n_weights + n_kv > available:
         raise ModelLoadError(
             path,
@@ -125,7 +125,7 @@ def check_room(config: EngineConfig, contexts: Iterable[PlannedContext]) -> None
         return
     try:
         n_weights = sum(_sizes(config).values()) + encoder_bytes(config)
-        n_ample = AMPLE * (kv_bytes(config, is_windowed=False) + AMPLE_BYTES)
+        n_ample = AMPLE * (kv_bytes(config) + AMPLE_BYTES)
     except (OSError, ValueError):  # loading the model reports the reason
         return
     if n_weights + n_ample < available:
@@ -178,18 +178,19 @@ def largest_n_ctx(n_most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def kv_bytes(config: EngineConfig, *, is_windowed: bool = True) -> int:
+def kv_bytes(config: EngineConfig, *, is_windowed: bool = False) -> int:
     """Estimate the bytes of the KV cache; see `kv_layers`."""
     return sum(kv_layers(config, is_windowed=is_windowed))
 
 
-def kv_layers(config: EngineConfig, *, is_windowed: bool = True) -> list[int]:
+def kv_layers(config: EngineConfig, *, is_windowed: bool = False) -> list[int]:
     """Estimate the bytes of the KV cache of each layer from the header of the model's file.
 
     Parameters
     ----------
     is_windowed : bool
-        True: all layers count with the sliding window, if the model has one.  False: with all cells.
+        False: all layers count with all cells.  True: with the sliding window if the model has one, the least
+        that any setting of `swa_full` takes.
     """
     known = read_header(config.model_path)
     prefix = known.get("general.architecture", "")
@@ -251,9 +252,10 @@ def encoder_bytes(config: EngineConfig) -> int:
 def choose_n_ctx(config: EngineConfig) -> tuple[int, str]:
     """Return `n_ctx` for "auto": the model's training length, or less if memory does not allow it.
 
-    If each sequence has cells of its own, the training length counts once per sequence.  The KV cache may
-    take half of the memory that the weights leave.  The result is at least 4096.  It is 4096 if the training
-    length or the free memory is unknown, as on RPC servers and on GPUs that do not report their memory.
+    If each sequence has cells of its own, the training length counts once per sequence.  Layers with a sliding
+    window count with all cells, which the prefix cache needs.  The KV cache may take half of the memory that
+    the weights leave.  The result is at least 4096.  It is 4096 if the training length or the free memory is
+    unknown, as on RPC servers and on GPUs that do not report their memory.
 
     Returns
     -------

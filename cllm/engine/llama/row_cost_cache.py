@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from pathlib import Path
 
 from cllm.engine.cache_directory import keep_cached, read_cached
 from cllm.engine.config import MTP, EngineConfig
 from cllm.engine.core.row_cost import N_ROWS_MAX
+from cllm.processors import cpu_name
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
 FILE = "row_cost.json"
 MAX_TABLES = 64
 MAX_S = 3600.0
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def table_key(fingerprint: str, config: EngineConfig) -> str:
@@ -47,13 +46,3 @@ def save_table(key: str, table: dict[int, float]) -> None:
         keep_cached(FILE, {key: table}, MAX_TABLES)
     except (OSError, RuntimeError) as error:
         logger.info("cannot store the measured costs of rows: %s", error)
-
-
-def cpu_name() -> str:
-    """Return the name of the processor, of ARM its part number; empty on macOS and Windows."""
-    try:
-        lines = CPU_INFO.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    names = (line for line in lines if line.startswith(("model name", "CPU part")))
-    return next(names, "").partition(":")[2].strip()

@@ -73,7 +73,12 @@ class Tuner:
         try:
             known = load_tuning(tuning_key(config))
             if known is None and config.tune == AUTO:
-                known = self.measure(AT_LOAD_S).chosen
+                tuning = self.measure(AT_LOAD_S)
+                known = tuning.chosen
+                try:
+                    self.save(tuning)
+                except (OSError, RuntimeError) as error:
+                    logger.warning("cannot store the result of tuning: %s", error)
             usable = _usable(known or {}, config)
             config.tuned(usable)
         except ClosedError:
@@ -101,7 +106,7 @@ class Tuner:
         limit_s: float,
         on_stage: Callable[[Sequence[Candidate]], None] = lambda stage: None,
     ) -> Tuning:
-        """Compare candidates in processes of their own, and store the result.
+        """Compare candidates in processes of their own.
 
         Parameters
         ----------
@@ -145,7 +150,7 @@ class Tuner:
                 f"{most} processes with the model need {needed:,} MiB, and {has:,} MiB are available"
             )
         deadline = time.monotonic() + limit_s
-        tuning = tune(
+        return tune(
             candidates,
             load_shares(config),
             lambda settings: self._child(settings, deadline),
@@ -153,12 +158,20 @@ class Tuner:
             clock=time.monotonic,
             on_stage=on_stage,
         )
-        name = config.model_path.name
+
+    def save(self, tuning: Tuning) -> None:
+        """Store a result for the next engines.
+
+        Raises
+        ------
+        OSError, RuntimeError
+            The file cannot be written, or the home directory is unknown.
+        """
+        config, name = self._config, self._config.model_path.name
         save_tuning(tuning_key(config), tuning.chosen, name)
         if config.process and "tiled_matmul" not in tuning.chosen:
             # No setting is for processes alone: the result holds for an engine without one.
             save_tuning(tuning_key(replace(config, process=False, rpc=())), tuning.chosen, name)
-        return tuning
 
     def stop(self) -> None:
         """End the processes; `measure` raises `ClosedError`.  Any thread; returns at once."""

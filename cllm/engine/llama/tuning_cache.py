@@ -15,9 +15,9 @@ from cllm.engine.config import EngineConfig
 from cllm.engine.core.tick_shares import SHAPES, shares_of
 from cllm.engine.device_settings import processors_of
 from cllm.engine.llama.gguf_header import model_parts, read_header
-from cllm.engine.llama.row_cost_cache import cpu_name
 from cllm.engine.llama.tuning import Settings
 from cllm.errors import InvalidArgumentError
+from cllm.processors import cpu_name
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
 
@@ -68,12 +68,15 @@ def load_tuning(key: str) -> Settings | None:
 
 
 def save_tuning(key: str, chosen: Settings, model: str) -> None:
-    """Store what was chosen; an error is logged."""
+    """Store what was chosen.
+
+    Raises
+    ------
+    OSError, RuntimeError
+        The file cannot be written, or the home directory is unknown.
+    """
     entry = {"model": model, "cpu": cpu_name(), "chosen": chosen}
-    try:
-        keep_cached(FILE, {key: entry}, MAX_MODELS)
-    except (OSError, RuntimeError) as error:
-        logger.warning("cannot store the result of tuning: %s", error)
+    keep_cached(FILE, {key: entry}, MAX_MODELS)
 
 
 def load_shares(config: EngineConfig) -> dict[str, float]:

@@ -73,7 +73,7 @@ def test_layers_count_with_what_they_keep(
 ) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(header(**values))
-    assert kv_bytes(EngineConfig(model=path, n_ctx=0)) == 2 * n_numbers
+    assert kv_bytes(EngineConfig(model=path, n_ctx=0), is_windowed=True) == 2 * n_numbers
 
 
 @pytest.mark.parametrize("name", ["block_count", "embedding_length", "attention__head_count",
@@ -233,6 +233,20 @@ def test_auto_is_what_the_model_was_trained_for_where_memory_allows_it(
     chosen, why = choose_n_ctx(EngineConfig(n_ctx="auto", **options))
     assert chosen == n_ctx
     assert told in why
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_auto_counts_all_cells_of_a_model_with_a_sliding_window(
+    prefix_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header(**PLAIN | {"attention__sliding_window": 10, "context_length": 100_000}))
+    config = EngineConfig(model=path, n_ctx="auto", prefix_cache=prefix_cache)
+    n_cell_bytes = 2 * 2 * 64 * 2  # two layers, keys and values, 64 numbers of F16
+    monkeypatch.setattr(
+        "cllm.engine.llama.memory.available_bytes", lambda: 2 * n_cell_bytes * 8192 + 1024
+    )
+    assert choose_n_ctx(config)[0] == 8192
 
 
 def test_a_file_that_does_not_say_what_it_was_trained_for_gets_the_default(tmp_path: Path) -> None:

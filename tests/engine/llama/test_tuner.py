@@ -60,7 +60,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 
     def found(self: Tuner, limit_s: float, on_stage: object = None) -> Tuning:
         searched.append(self._config)
-        save_tuning(tuning_key(self._config), {"repack": False}, "name")
         return Tuning({"repack": False}, {})
 
     monkeypatch.setattr(Tuner, "measure", found)
@@ -160,6 +159,19 @@ async def test_auto_measures_where_nothing_is_known_and_only_then(
         async with Engine(path, **AUTO) as engine:
             assert engine.model.tuned == {"repack": False}
     assert len(measured) == 1
+
+
+@pytest.mark.anyio
+async def test_auto_uses_a_result_that_cannot_be_stored_and_logs_why(
+    path: Path, cache: Path, measured: list[EngineConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_text("no directory")
+    async with Engine(path, **AUTO) as engine:
+        assert engine.model.tuned == {"repack": False}
+    assert "cannot store the result of tuning" in caplog.text
+    with pytest.raises(OSError, match="File exists"):
+        know(EngineConfig(model=path, **OPTIONS))
 
 
 @pytest.mark.anyio
@@ -292,6 +304,7 @@ def test_a_search_in_processes_keeps_its_result(path: Path) -> None:
         # Beside other tests no machine is calm: here each reading counts.
         patch.setattr("cllm.engine.llama.tuning.DISTURBED", 1e9)
         tuning = Tuner(config).measure(600.0, stages.append)
+    Tuner(config).save(tuning)
     assert len(tuning.comparisons) == len([c for stage in stages for c in stage])
     assert load_tuning(tuning_key(config)) == tuning.chosen
     for each in tuning.comparisons:
