@@ -125,13 +125,14 @@ def test_a_chat_with_such_a_text_goes_on_and_opens_again(
     say(page, "Write something.")
     expect(page.locator(".message.assistant")).to_have_count(1)
     expect(page.locator("#send")).to_be_visible()
-    answered(page, "- [x] done\n- [ ] **not** yet\n\n| a |\n|---|\n| b |\n\n3. c")
+    answered(page, "- [x] done\n- [ ] **not** yet\n\n| a |\n|--:|\n| b |\n\n3. c")
     say(page, "And now?")
     last = page.locator(".message.assistant .variant").last
     expect(last.locator("strong")).to_have_text("not")
     expect(last).to_contain_text("☑ done")
     expect(last).to_contain_text("☐ not yet")
     expect(last.locator("td")).to_have_text("b")
+    expect(last.locator("td")).to_have_css("text-align", "right")
     expect(last.locator("ol")).to_have_attribute("start", "3")
     page.reload()
     expect(page.locator(".message.assistant")).to_have_count(2)
@@ -177,12 +178,21 @@ def test_answers_stand_side_by_side_and_the_chosen_one_goes_on(
     expect(page.locator(".variant").nth(2)).to_have_class("variant chosen")
 
 
-def test_a_setting_that_is_no_json_is_said_and_nothing_is_asked(page: Page, base_url: str) -> None:
+@pytest.mark.parametrize(
+    ("label", "typed", "said"),
+    [
+        ("JSON schema", "{", "JSON schema: "),
+        ("Temperature", "1e", "Temperature: "),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_said_and_nothing_is_asked(
+    page: Page, base_url: str, label: str, typed: str, said: str
+) -> None:
     page.goto(base_url)
     page.get_by_text("Settings").click()
-    page.get_by_label("JSON schema").fill("{")
+    page.get_by_label(label).press_sequentially(typed)
     say(page, "Hi")
-    expect(page.get_by_role("alert")).to_contain_text("JSON schema:")
+    expect(page.get_by_role("alert")).to_contain_text(said)
 
 
 def test_two_tabs_keep_each_other_s_chats(page: Page, base_url: str) -> None:
@@ -257,6 +267,9 @@ def test_a_keyboard_reaches_both_views_and_every_control_has_a_name(
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("heading", name="KV cache")).to_be_visible()
     page.keyboard.press("ArrowLeft")
+    expect(page.get_by_role("heading", name="KV cache")).to_be_hidden()
+    page.evaluate("location.hash = '#engine'")  # as an address that is typed
+    expect(page.get_by_role("heading", name="KV cache")).to_be_visible()
     nameless = page.evaluate(
         """() => [...document.querySelectorAll('button, input, textarea, select')]
             .filter((e) => !e.textContent.trim() && !e.getAttribute('aria-label') && !e.labels?.length)
@@ -266,7 +279,7 @@ def test_a_keyboard_reaches_both_views_and_every_control_has_a_name(
 
 
 def test_of_several_models_the_one_is_asked_that_was_chosen(page: Page, base_url: str) -> None:
-    models = {"status": "ok", "models": {"small": "loaded", "large": "unloaded"}}
+    models: dict[str, Any] = {"status": "ok", "models": {"small": "loaded", "large": "unloaded"}}
     page.route("**/health", lambda route: route.fulfill(json=models))
     page.goto(base_url)
     page.get_by_text("Settings").click()
@@ -275,6 +288,11 @@ def test_of_several_models_the_one_is_asked_that_was_chosen(page: Page, base_url
         say(page, "Hi")
     assert asked.value.post_data_json["model"] == "large"
     expect(page.locator(".facts")).not_to_be_empty()
+    page.reload()
+    expect(page.locator("#model-name")).to_have_value("large")
+    del models["models"]["large"]
+    page.reload()
+    expect(page.locator("#model-name")).to_have_value("small")
 
 
 # --- Pictures ---------------------------------------------------------------------------------------
@@ -335,6 +353,37 @@ def test_pictures_come_by_button_paste_and_drop_and_are_seen(page: Page, base_ur
     expect(page.locator("#chats li button").first).to_have_text("A picture")
 
 
+@pytest.mark.parametrize(("kinds", "is_text"), [(["plain", "html"], True), (["plain"], False)])
+def test_a_text_of_a_table_is_pasted_as_text_beside_its_picture(
+    page: Page, base_url: str, kinds: list[str], is_text: bool
+) -> None:
+    """Excel and Word copy a text with HTML and a picture; Finder copies a file and its name."""
+    page.goto(base_url)
+    expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
+    copied = a_file(page, picture(40))
+    copied.evaluate(
+        "(data, kinds) => kinds.forEach((kind) => data.items.add('a', `text/${kind}`))", kinds
+    )
+    assert page.locator("#prompt").evaluate(PASTE, copied) is is_text
+    if not is_text:
+        expect(page.locator("#files li")).to_have_count(1)
+
+
+def test_a_file_that_is_dropped_beside_the_chat_does_not_leave_the_page(
+    page: Page, base_url: str
+) -> None:
+    page.goto(base_url)
+    dropped = a_file(page, b"text", "a.txt", "text/plain")
+    for kind in ("dragover", "drop"):
+        is_left_to_the_browser = page.locator("#list").evaluate(
+            """(list, [kind, dataTransfer]) =>
+                list.dispatchEvent(new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true }))""",
+            [kind, dropped],
+        )
+        assert not is_left_to_the_browser
+    expect(page.locator("#files li")).to_have_count(0)
+
+
 def test_recordings_are_played_and_heard(page: Page, base_url: str) -> None:
     page.goto(base_url)
     expect(page.get_by_role("button", name="Add a picture or recording")).to_be_visible()
@@ -372,6 +421,16 @@ def test_a_file_that_is_no_picture_is_said(page: Page, base_url: str) -> None:
     expect(page.locator("#files li")).to_have_count(0)
 
 
+def test_what_the_page_says_of_an_action_ends_by_itself(page: Page, base_url: str) -> None:
+    page.clock.install()
+    page.goto(base_url)
+    expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
+    page.dispatch_event("#chat", "drop", {"dataTransfer": a_file(page, b"GGUF\xff", "m.gguf", "")})
+    expect(page.get_by_role("status")).to_contain_text("m.gguf is no text")
+    page.clock.fast_forward("00:11")
+    expect(page.get_by_role("status")).to_be_empty()
+
+
 def test_pictures_are_not_offered_for_a_model_that_takes_none(
     page: Page, served_model: str
 ) -> None:
@@ -385,16 +444,20 @@ def test_pictures_are_not_offered_for_a_model_that_takes_none(
 
 
 def test_a_page_that_is_opened_early_waits_for_the_model(page: Page, base_url: str) -> None:
-    told = [{"status": "starting", "reason": "the model is being loaded"}]
+    told: list[dict[str, Any]] = [
+        {"status": 503, "json": {"status": "starting", "reason": "the model is being loaded"}},
+        {"status": 502, "body": "<html>", "content_type": "text/html"},  # of a proxy
+    ]
 
     def fulfil(route: Route) -> None:
         if told:
-            route.fulfill(status=503, json=told.pop())
+            route.fulfill(**told.pop())
         else:
             route.continue_()
 
     page.route("**/health", fulfil)
     page.goto(base_url)
+    expect(page.get_by_role("status")).to_have_text("502 Bad Gateway")
     expect(page.get_by_role("status")).to_have_text("the model is being loaded")
     expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
     expect(page.get_by_role("status")).to_have_text("")

@@ -45,8 +45,8 @@ def answers(page: Page, text: str, end: str | None = "stop") -> list[dict[str, A
     return asked
 
 
-def never_ends(page: Page, text: str) -> None:
-    """Let the next answer get this text with each call of `window.more`, and not end unless it is stopped."""
+def never_ends(page: Page, text: str, chunk: str = "") -> None:
+    """Let the next answer get this text, or a chunk, with each call of `window.more`, and not end unless it is stopped."""
     page.evaluate(
         """text => {
             window.fetch = async (_, { signal } = {}) => new Response(new ReadableStream({
@@ -56,7 +56,7 @@ def never_ends(page: Page, text: str) -> None:
                 },
             }));
         }""",
-        events({"content": text}, end=None).partition("data: [DONE]")[0],
+        chunk or events({"content": text}, end=None).partition("data: [DONE]")[0],
     )
 
 
@@ -124,6 +124,66 @@ def test_a_message_that_is_being_written_waits_in_its_chat(page: Page, base_url:
     expect(page.get_by_label("Message", exact=True)).to_have_value("not sent yet")
 
 
+def test_an_edit_and_results_of_tools_wait_in_their_chat(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    call = {"index": 0, "id": "c", "function": {"name": "look", "arguments": "{}"}}
+    body = events({"tool_calls": [call]}, end="tool_calls")
+    page.route(URL, lambda r: r.fulfill(headers={"content-type": "text/event-stream"}, body=body))
+    say(page, "question")
+    page.get_by_label("Result of look").fill("a result")
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edited message").fill("question, otherwise")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#welcome")).to_be_visible()
+    page.locator("#chats button").first.click()
+    expect(page.get_by_label("Edited message")).to_have_value("question, otherwise")
+    expect(page.get_by_label("Result of look")).to_have_value("a result")
+    page.get_by_label("Edited message").press("Escape")
+    page.get_by_role("button", name="Edit").click()
+    expect(page.get_by_label("Edited message")).to_have_value("question")
+
+
+def test_a_click_on_the_shown_chat_keeps_it_while_another_is_being_read(
+    page: Page, base_url: str
+) -> None:
+    page.goto(base_url)
+    page.evaluate(FILL, [2, 1, "text"])
+    page.reload()
+    shown = page.locator("#chats button[aria-current]")
+    title = shown.text_content()
+    page.evaluate(
+        """() => {
+            document.querySelector("#chats button.open:not([aria-current])").click();
+            document.querySelector("#chats button[aria-current]").click();
+        }"""
+    )
+    page.evaluate("import('/page/store.js').then((store) => store.loadAll())")  # after that chat
+    assert shown.text_content() == title
+
+
+# --- Keys -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sign", [{"isComposing": True}, {"keyCode": 229}])
+def test_keys_of_an_input_method_send_and_stop_nothing(
+    page: Page, base_url: str, sign: dict[str, Any]
+) -> None:
+    press = """(field, options) => field.dispatchEvent(
+        new KeyboardEvent("keydown", { bubbles: true, cancelable: true, ...options }))"""
+    page.goto(base_url)
+    prompt = page.get_by_label("Message", exact=True)
+    prompt.fill("nihao")
+    assert prompt.evaluate(press, {"key": "Enter", **sign})  # it is left to the browser
+    expect(page.locator("#welcome")).to_be_visible()
+    never_ends(page, "more ")
+    prompt.press("Enter")
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    prompt.evaluate(press, {"key": "Escape", **sign})
+    page.keyboard.press("Control+k")
+    page.keyboard.press("Escape")  # it clears the search
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    prompt.press("Escape")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
 def test_a_new_chat_beside_one_that_grows_shows_its_first_view(page: Page, base_url: str) -> None:
     page.goto(base_url)
     never_ends(page, "more ")
@@ -170,6 +230,56 @@ def test_two_tabs_add_to_the_same_chat_and_lose_nothing(page: Page, base_url: st
     expect(page.locator(".message.user .text")).to_have_text("question 1, otherwise")
     page.get_by_role("button", name="Earlier version").first.click()
     expect(page.locator(".message.user .text")).to_have_text(["question 1", "question 2"])
+
+
+# --- Answers side by side ---------------------------------------------------------------------------
+def choice(index: int, end: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": end}
+
+
+def test_answers_side_by_side_are_one_request(page: Page, base_url: str) -> None:
+    """Browsers have six connections to a server."""
+    call = {"index": 0, "id": "c", "function": {"name": "look", "arguments": "{}"}}
+    choices = [
+        choice(0, reasoning_content="Hm."), choice(1, content="to"), choice(0, content="one"),
+        choice(2, tool_calls=[call]), choice(1, "stop", content="two"), choice(2, "tool_calls"), choice(0, "length"),
+    ]  # fmt: skip
+    chunks: list[dict[str, Any]] = [{"choices": [each]} for each in choices]
+    chunks.append({"choices": [], "usage": {"completion_tokens": 30}})
+    asked: list[dict[str, Any]] = []
+
+    def fulfil(route: Route) -> None:
+        asked.append(route.request.post_data_json)
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        route.fulfill(headers={"content-type": "text/event-stream"}, body=body)
+
+    page.route(URL, fulfil)
+    page.goto(base_url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Answers side by side").fill("3")
+    say(page, "question")
+    one, two, three = (page.locator(".variant").nth(index) for index in range(3))
+    expect(one.locator("summary")).to_contain_text("Reasoning")
+    expect(one.locator(":scope > p").first).to_have_text("one")
+    expect(one.locator(".facts")).to_contain_text("cut: no more tokens")
+    expect(two.locator(":scope > p").first).to_have_text("totwo")
+    expect(three.get_by_text("Calls look")).to_be_visible()
+    expect(three.locator(".facts")).to_contain_text("30 tokens of 3 answers, ")
+    assert [body["n"] for body in asked] == [3]
+
+
+def test_of_answers_side_by_side_those_that_are_complete_stay_so(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Answers side by side").fill("2")
+    chunk = {"choices": [choice(0, "stop", content="complete"), choice(1, content="begun")]}
+    never_ends(page, "", f"data: {json.dumps(chunk)}\n\n")
+    say(page, "question")
+    page.evaluate("window.more()")
+    expect(page.locator(".variant").nth(1)).to_contain_text("begun")
+    page.get_by_label("Message", exact=True).press("Escape")
+    expect(page.locator(".facts").nth(1)).to_contain_text("stopped")
+    expect(page.locator(".facts").nth(0)).not_to_contain_text("stopped")
 
 
 # --- Branches ---------------------------------------------------------------------------------------
@@ -225,6 +335,17 @@ def test_a_deleted_chat_comes_back_with_undo(page: Page, base_url: str) -> None:
     expect(answer_of(page)).to_contain_text("kept")
     page.reload()
     expect(page.locator("#chats li")).to_have_count(1)
+
+
+def test_the_focus_stays_in_the_list_when_a_chat_is_deleted(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    page.evaluate(FILL, [3, 1, "text"])
+    page.reload()
+    expect(page.locator("#chats li")).to_have_count(3)
+    page.locator("#chats button.delete").nth(1).focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#chats li")).to_have_count(2)
+    expect(page.locator("#chats button.delete").nth(1)).to_be_focused()
 
 
 def test_chats_are_found_by_words_and_renamed(page: Page, base_url: str) -> None:
@@ -287,6 +408,19 @@ def test_chats_are_exported_and_imported(page: Page, base_url: str, tmp_path: Pa
         expect(page.locator("#chats li")).to_have_count(1)
 
 
+def test_an_answer_without_a_question_is_not_made_again(
+    page: Page, base_url: str, tmp_path: Path
+) -> None:
+    message = {"id": "a", "parent": "", "role": "assistant", "content": "Welcome."}
+    chats = [{"title": "t", "messages": [message]}]
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps({"format": "cllm-chats", "chats": chats}), encoding="utf-8")
+    page.goto(base_url)
+    page.get_by_label("File of chats").set_input_files(file)
+    expect(answer_of(page)).to_contain_text("Welcome.")
+    expect(page.get_by_role("button", name="Regenerate")).to_have_count(0)
+
+
 def test_chats_of_an_earlier_page_are_taken_over(page: Page, base_url: str) -> None:
     page.goto(f"{base_url}/page/icon.svg")
     picture = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -334,6 +468,44 @@ def test_texts_are_dropped_into_a_message_and_read(page: Page, base_url: str) ->
     expect(page.locator(".message.user summary")).to_have_text("notes.md")
 
 
+SLOW_FILES = """
+    const read = Blob.prototype.arrayBuffer;
+    const released = new Promise((release) => { window.release = release; });
+    Blob.prototype.arrayBuffer = async function () {
+        await released;
+        return read.call(this);
+    };
+"""
+NOTES: Any = {"name": "notes.md", "mimeType": "text/markdown", "buffer": b"Plan"}
+
+
+def test_a_message_waits_for_its_files(page: Page, base_url: str) -> None:
+    page.add_init_script(SLOW_FILES)
+    page.goto(base_url)
+    asked = answers(page, "read")
+    page.locator("#file-chooser").set_input_files(NOTES)
+    say(page, "Sum it up.")
+    page.evaluate("window.release()")
+    expect(page.locator(".message.user summary")).to_have_text("notes.md")
+    expect(answer_of(page)).to_contain_text("read")
+    assert [part["type"] for part in asked[0]["messages"][0]["content"]] == ["text", "text"]
+
+
+def test_a_file_that_is_read_late_waits_in_its_chat(page: Page, base_url: str) -> None:
+    page.add_init_script(SLOW_FILES)
+    page.goto(base_url)
+    answers(page, "answer")
+    say(page, "the first")
+    expect(answer_of(page)).to_contain_text("answer")
+    page.locator("#file-chooser").set_input_files(NOTES)
+    page.get_by_role("button", name="New chat").click()
+    page.evaluate("window.release()")
+    page.locator("#chats button").first.click()
+    expect(page.locator("#files summary")).to_have_text("notes.md")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#files li")).to_have_count(0)
+
+
 CODE = '```python\ndef f(x):\n    return "a"  # b\n```\n\n```nonsense\nplain\n```'
 
 
@@ -354,7 +526,7 @@ def test_code_is_coloured_and_copied_also_without_a_clipboard_of_scripts(
     expect(block.locator("pre")).to_have_text('def f(x):\n    return "a"  # b')
     expect(page.locator(".code").nth(1).locator("pre")).to_have_text("plain")
     block.get_by_role("button", name="Copy").click()
-    expect(block.get_by_role("button", name="Copied")).to_be_visible()
+    expect(block.get_by_role("button", name="Copied")).to_be_focused()
     assert page.evaluate("window.copied") == 'def f(x):\n    return "a"  # b'
 
 
@@ -384,6 +556,57 @@ def test_formulas_are_drawn_and_what_is_none_stays_text(page: Page, base_url: st
     expect(answer_of(page)).to_contain_text("costs $5 or $6")
     expect(answer_of(page)).to_contain_text("and $c$.")
     expect(answer_of(page)).to_contain_text(r"Wrong: $\frac{$ and $code$.")
+
+
+@pytest.mark.parametrize(
+    "latex",
+    [
+        r"\begin{equation} a \label{prompt} \end{equation}",
+        r"x \tag{1}\label{prompt}",
+        r"x + \ref{engine}",
+    ],
+)
+def test_a_formula_names_no_part_of_the_page(page: Page, base_url: str, latex: str) -> None:
+    page.goto(base_url)
+    answers(page, f"$${latex}$$")
+    say(page, "formula")
+    expect(page.locator("math")).to_have_count(1)
+    assert page.locator(".formula [id], .formula [href]").count() == 0
+    say(page, "and now?")
+    expect(page.locator(".message")).to_have_count(4)
+
+
+def test_a_library_that_was_not_loaded_is_loaded_later(page: Page, base_url: str) -> None:
+    page.goto(base_url)
+    answers(page, "$a$")
+    page.route("**/page/temml.js", lambda route: route.abort())
+    say(page, "formula")
+    expect(answer_of(page)).to_contain_text("$a$")
+    answers(page, "$b$")  # and the library, from now on
+    say(page, "formula")
+    expect(page.locator("math")).to_have_count(1)
+
+
+def test_each_line_has_its_own_direction_and_code_has_that_of_code(
+    page: Page, base_url: str
+) -> None:
+    page.goto(base_url)
+    answers(page, "שלום עולם\n\nHello\n\n```\nשלום\n```")
+    say(page, "שלום")
+    expect(answer_of(page).locator(".code pre")).to_be_visible()
+    # Where each text begins in its box: at the right edge, or at the left one.
+    sides = page.evaluate(
+        """() => ["#messages .text", ".variant > p", ".variant > p + p", ".code pre"].map((selector) => {
+            const box = document.querySelector(selector);
+            const range = document.createRange();
+            range.selectNodeContents(box);
+            const [text, edges] = [range.getBoundingClientRect(), box.getBoundingClientRect()];
+            return text.left - edges.left > edges.right - text.right ? "right" : "left";
+        })"""
+    )
+    assert sides == ["right", "right", "left", "left"]
+    page.get_by_label("Message", exact=True).fill("שלום")
+    expect(page.get_by_label("Message", exact=True)).to_have_css("direction", "rtl")
 
 
 def test_reasoning_is_folded_with_its_time_and_stays_open_while_it_grows(
@@ -495,11 +718,12 @@ def test_a_picture_is_asked_for_by_a_chip_of_a_model_that_takes_some(
     page: Page, base_url: str
 ) -> None:
     page.goto(base_url)
-    with page.expect_file_chooser():
-        page.get_by_role("button", name="What do you see in this picture?").click()
-    expect(page.get_by_label("Message", exact=True)).to_have_value(
-        "What do you see in this picture?"
-    )
+    question = "What do you see in this picture?"
+    for typed in ("", "my own question"):
+        page.get_by_label("Message", exact=True).fill(typed)
+        with page.expect_file_chooser():
+            page.get_by_role("button", name=question).click()
+        expect(page.get_by_label("Message", exact=True)).to_have_value(typed or question)
 
 
 # --- The page itself ----------------------------------------------------------------------------------
@@ -607,10 +831,29 @@ def test_a_server_that_is_gone_is_said_and_found_again(page: Page, base_url: str
     expect(answer_of(page)).to_contain_text("Hello!")
 
 
+def test_a_connection_that_is_silent_for_longer_than_the_keep_alives_is_lost(
+    page: Page, base_url: str
+) -> None:
+    page.clock.install()
+    page.goto(base_url)
+    expect(page.locator("#model")).not_to_be_empty()
+    never_ends(page, "begun")
+    say(page, "Hi")
+    page.evaluate("window.more()")
+    expect(answer_of(page)).to_contain_text("begun")
+    page.clock.fast_forward("00:46")
+    expect(answer_of(page)).to_contain_text("The connection to the server is lost.")
+
+
 def test_a_full_browser_is_said_and_the_chat_goes_on(page: Page, base_url: str) -> None:
-    page.add_init_script(
-        "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError'); };"
-    )
+    page.add_init_script("""
+        const { put } = IDBObjectStore.prototype;
+        window.isFull = true;
+        IDBObjectStore.prototype.put = function (value) {
+            if (window.isFull) throw new DOMException("full", "QuotaExceededError");
+            return put.call(this, value);
+        };
+    """)
     page.goto(base_url)
     answers(page, "still here")
     say(page, "Hi")
@@ -619,6 +862,11 @@ def test_a_full_browser_is_said_and_the_chat_goes_on(page: Page, base_url: str) 
     page.get_by_role("button", name="New chat").click()
     page.get_by_role("button", name="Hi", exact=True).click()
     expect(answer_of(page)).to_contain_text("still here")
+    page.evaluate("window.isFull = false")
+    say(page, "Again")
+    expect(page.get_by_role("status")).to_be_empty()
+    page.reload()
+    expect(page.locator(".message")).to_have_count(4)
 
 
 def test_without_a_database_chats_last_as_long_as_the_tab(page: Page, base_url: str) -> None:

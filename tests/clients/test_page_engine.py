@@ -185,6 +185,30 @@ def test_a_paused_view_stands_still_and_goes_on(page: Page, base_url: str) -> No
     expect(page.locator("#ticks")).to_have_attribute("aria-label", re.compile("latest 8 ticks"))
 
 
+def test_an_error_of_the_engine_is_said_while_it_is_watched(page: Page, base_url: str) -> None:
+    body = 'data: {"error": {"message": "the engine is broken"}}\n\n'
+    page.route("**/live", lambda route: route.fulfill(
+        headers={"content-type": "text/event-stream"}, body=body
+    ))  # fmt: skip
+    page.goto(f"{base_url}/#engine")
+    expect(page.get_by_role("status")).to_have_text("the engine is broken")
+    page.get_by_role("tab", name="Chat").click()
+    expect(page.get_by_role("status")).to_be_empty()
+
+
+def test_a_stream_with_an_event_that_cannot_be_shown_is_closed(page: Page, base_url: str) -> None:
+    page.add_init_script("""
+        const fetchOf = window.fetch;
+        window.fetch = async (...asked) => {
+            if (!String(asked[0]).endsWith("live")) return fetchOf(...asked);
+            const start = (to) => to.enqueue(new TextEncoder().encode("data: no JSON\\n\\n"));
+            return new Response(new ReadableStream({ start, cancel: () => { window.isClosed = true; } }));
+        };
+    """)
+    page.goto(f"{base_url}/#engine")
+    page.wait_for_function("window.isClosed")
+
+
 def test_ticks_are_saved_as_a_trace_for_perfetto(page: Page, base_url: str) -> None:
     shows(page, base_url, frame(1))
     with page.expect_download() as saved:

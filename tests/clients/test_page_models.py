@@ -79,6 +79,31 @@ def test_a_model_is_downloaded_with_its_progress_and_then_answers(
     expect(dialog).not_to_be_visible()
 
 
+def test_the_dialog_shows_the_model_that_answers_now(page: Page, base_url: str) -> None:
+    health: dict[str, Any] = {"status": "ok", "model": "first", "modalities": ["text"]}
+    page.route("**/health", lambda route: route.fulfill(json=health))
+    page.goto(base_url)
+    expect(page.locator("#model")).to_have_text("first")
+    health |= {"model": "second", "modalities": ["text", "image"]}
+    page.get_by_role("button", name="Download another …").click()
+    expect(page.locator("#model")).to_have_text("second")
+    expect(page.locator("#add-file")).to_have_attribute("aria-label", "Add a picture or text")
+
+
+def test_the_answer_of_another_model_shows_that_it_is_another(page: Page, base_url: str) -> None:
+    health: dict[str, Any] = {"status": "ok", "model": "first"}
+    page.route("**/health", lambda route: route.fulfill(json=health))
+    page.goto(base_url)
+    expect(page.locator("#model")).to_have_text("first")
+    health["model"] = "second"
+    chunk = {"model": "second", "choices": [{"index": 0, "delta": {"content": "Hello"}}]}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(
+        headers={"content-type": "text/event-stream"}, body=f"data: {json.dumps(chunk)}\n\n"
+    ))  # fmt: skip
+    say(page, "Hi")
+    expect(page.locator("#model")).to_have_text("second")
+
+
 def test_an_empty_chat_leads_to_the_download(page: Page, base_url: str) -> None:
     page.goto(base_url)
     page.get_by_role("button", name="Download another …").click()

@@ -8,26 +8,34 @@ const KEPT_EVERY_MS = 2000; // an answer that is being written, so that a reload
 
 const ELSEWHERE_MS = 2 * KEPT_EVERY_MS; // after this time without a word, another tab no longer writes
 
-const running = new Map(); // answer: { chat, controller }
-const elsewhere = new Map(); // id of an answer: when another tab last said that it writes it
+const running = new Map(); // answer: the request that it belongs to, { chat, controller, id }
+const elsewhere = new Map(); // id of an answer that another tab writes: the timer after which it counts as silent
 let changed = () => {};
 let keepChat = async () => {};
 
-/** Call `onChange(chat, answer)` for each piece and each end of an answer, and `keep(chat)` from time to time. */
+/** Call `onChange(chat)` for each piece of an answer, `onChange(chat, answer)` when those that were asked for together have
+ * ended, with the first of them, and `keep(chat)` from time to time. */
 export function onAnswers(onChange, keep) {
   changed = onChange;
   keepChat = keep;
 }
 
-/** True if an answer is being written. */
-export const isWriting = (answer) => running.has(answer);
+/** True if an answer is being written, here or by another tab. */
+export const isWritten = (answer) => running.has(answer) || (!answer.end && elsewhere.has(answer.id));
 
 /** Return the ids of the answers of a chat that are being written here. */
 export const writingOf = (chat) => [...running].filter(([, each]) => each.chat === chat).map(([{ id }]) => id);
 
-/** Note the ids of answers that another tab writes. */
-export function noteElsewhere(ids) {
-  ids.forEach((id) => elsewhere.set(id, performance.now()));
+/** Note the ids of answers that another tab writes; call `silent()` when it has not done so for some time. */
+export function noteElsewhere(ids, silent) {
+  for (const id of ids) {
+    clearTimeout(elsewhere.get(id));
+    const forget = () => {
+      elsewhere.delete(id);
+      silent();
+    };
+    elsewhere.set(id, setTimeout(forget, ELSEWHERE_MS));
+  }
 }
 
 /** True if an answer of a chat is being written. */
@@ -38,13 +46,13 @@ export const busyChat = (id) => [...running.values()].find(({ chat }) => chat.id
 
 /** Return the chat that a request of the engine answers; undefined if it is none of this page. */
 export function chatOf(requestId) {
-  for (const [written, { chat }] of running) if (requestId === written.request) return chat;
+  const [id] = requestId.split("/"); // what follows is the number of one of several answers
+  return [...running.values()].find((request) => request.id === id)?.chat;
 }
 
 /** True if an answer ended before the model ended it, so that it can be continued. */
 export function isCut(answer) {
-  if (answer.role !== "assistant" || isWriting(answer) || answer.calls?.length) return false;
-  if (!answer.end && performance.now() - (elsewhere.get(answer.id) ?? -ELSEWHERE_MS) < ELSEWHERE_MS) return false;
+  if (answer.role !== "assistant" || isWritten(answer) || answer.calls?.length) return false;
   return answer.end !== "stop" && Boolean(answer.content || answer.reasoning);
 }
 
@@ -58,12 +66,10 @@ export async function answer(chat, message, { body, n, seed, system }) {
   const messages = asked(chat, message, system);
   const group = newId();
   const answers = Array.from({ length: n }, () =>
-    add(chat, message.id, { role: "assistant", reasoning: "", calls: [], model: body.model, group }),
+    add(chat, message.id, { role: "assistant", reasoning: "", calls: [], model: body.model, group, nAnswers: n }),
   );
   chat.chosen[message.id] = answers[0].id;
-  await Promise.all(
-    answers.map((each, index) => write(chat, each, { ...body, seed: seed === undefined ? undefined : seed + index, messages })),
-  );
+  await write(chat, answers, { ...body, seed, messages });
 }
 
 /** Go on with an answer that was cut. */
@@ -71,7 +77,7 @@ export async function goOn(chat, cut, { body, seed, system }) {
   const messages = asked(chat, cut, system);
   delete cut.end;
   delete cut.error;
-  await write(chat, cut, { ...body, seed, messages, continue_final_message: true, add_generation_prompt: false });
+  await write(chat, [cut], { ...body, seed, messages, continue_final_message: true, add_generation_prompt: false });
 }
 
 /** Return the messages from the first to this one as the server takes them. */
@@ -93,53 +99,56 @@ function asMessage({ role, content, files, calls, reasoning, tool_call_id, name,
   };
 }
 
-async function write(chat, written, body) {
+/** Write answers by one request: browsers have six connections to a server, for all tabs together. */
+async function write(chat, answers, body) {
   const controller = new AbortController();
-  running.set(written, { chat, controller });
-  changed(chat, written);
+  const request = { chat, controller, id: null };
+  const touch = (each) => (each.version = (each.version ?? 0) + 1);
+  const end = (fields) => answers.filter((each) => !each.end).forEach((each) => Object.assign(each, fields));
+  for (const each of answers) {
+    running.set(each, request);
+    touch(each);
+  }
+  changed(chat);
   const began = performance.now();
-  const before = { nTokens: written.nTokens ?? 0, seconds: written.seconds ?? 0 };
   const keeping = setInterval(() => keepChat(chat), KEPT_EVERY_MS);
   try {
     const response = await ask("v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json" },
-      body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+      body: JSON.stringify({ ...body, n: answers.length, stream: true, stream_options: { include_usage: true } }),
       signal: controller.signal,
     });
     if (!response.ok) throw new Error(await errorOf(response));
-    written.request = response.headers.get("x-request-id");
+    request.id = response.headers.get("x-request-id");
     for await (const event of eventsOf(response)) {
-      if (event.error) throw new Error(event.error.message);
-      if (event.usage) {
-        written.nTokens = before.nTokens + event.usage.completion_tokens;
-        written.seconds = before.seconds + (performance.now() - began) / 1000;
+      const ms = performance.now() - began;
+      for (const choice of event.choices) {
+        take(answers[choice.index], choice, ms);
+        touch(answers[choice.index]);
       }
-      const choice = event.choices[0];
-      if (!choice) continue;
-      take(written, choice.delta, performance.now() - began);
-      if (choice.finish_reason) written.end = choice.finish_reason;
-      changed(chat, written);
+      if (event.usage) answers.forEach((each) => count(each, event.usage.completion_tokens, ms / 1000));
+      changed(chat);
     }
-    written.end ??= "lost";
+    end({ end: "lost" });
   } catch (error) {
-    if (controller.signal.aborted) written.end = "stopped";
-    else {
-      written.end = "lost";
-      written.error = error.message;
-    }
+    end(controller.signal.aborted ? { end: "stopped" } : { end: "lost", error: error.message });
   } finally {
     clearInterval(keeping);
-    running.delete(written);
+    for (const each of answers) {
+      running.delete(each);
+      touch(each);
+    }
     chat.updated = Date.now();
     await keepChat(chat);
-    changed(chat, written);
+    changed(chat, answers[0]);
   }
 }
 
-function take(written, delta, now) {
-  if (delta.content || delta.reasoning_content || delta.tool_calls) written.first ??= now;
-  if (delta.content && written.reasoning) written.thought ??= now / 1000;
+/** Add a piece to an answer. */
+function take(written, { delta, finish_reason }, ms) {
+  if (delta.content || delta.reasoning_content || delta.tool_calls) written.first ??= ms;
+  if (delta.content && written.reasoning) written.thought ??= ms / 1000;
   written.content += delta.content ?? "";
   written.reasoning = (written.reasoning ?? "") + (delta.reasoning_content ?? "");
   written.calls ??= [];
@@ -148,4 +157,11 @@ function take(written, delta, now) {
     call.function.name += piece.function?.name ?? "";
     call.function.arguments += piece.function?.arguments ?? "";
   }
+  if (finish_reason) written.end = finish_reason;
+}
+
+/** Add what a request has taken; an answer that was continued had several. */
+function count(written, nTokens, seconds) {
+  written.nTokens = (written.nTokens ?? 0) + nTokens;
+  written.seconds = (written.seconds ?? 0) + seconds;
 }

@@ -1,10 +1,10 @@
 // The chat: one is shown, any number are answered; all are kept in this browser.
 
-import { answer, busyChat, chatOf, goOn, isBusy, isWriting, noteElsewhere, onAnswers, stop, writingOf } from "./answers.js";
-import { hasFiles, pickFiles, setFiles, takeFiles } from "./files.js";
+import { answer, busyChat, chatOf, goOn, isBusy, noteElsewhere, onAnswers, stop, writingOf } from "./answers.js";
+import { filesAreRead, hasFiles, pickFiles, setFiles, takeFiles } from "./files.js";
 import { List } from "./list.js";
 import { Messages } from "./messages.js";
-import { element, onEnter } from "./node.js";
+import { element, isComposing, onEnter } from "./node.js";
 import { announce, download, offer, tell } from "./notes.js";
 import { settingsOf, startSettings } from "./settings.js";
 import * as store from "./store.js";
@@ -14,7 +14,7 @@ import { welcome } from "./welcome.js";
 const FILE = "cllm-chats"; // what a file of chats is called, and says that it is
 
 const narrow = matchMedia("(max-width: 45rem)"); // as in page.css
-const drafts = new Map(); // id of a chat: what is being written there
+const drafts = new Map(); // id of a chat: what is being written there, { text, files, editing }
 const removed = new Set();
 let fresh = newChat(); // the one without messages
 let current = fresh;
@@ -31,17 +31,20 @@ export async function startChat() {
   onAnswers(answered, keep);
   store.onChange(changedElsewhere);
   listen();
+  show(fresh);
   await store.start();
   await list.refresh();
-  const isUntouched = current === fresh && !element("prompt").value && !hasFiles();
+  const isUntouched = current === fresh && !fresh.messages.length && !element("prompt").value && !hasFiles();
   if (list.heads.length && isUntouched) await openChat(list.heads[0].id);
-  if (current === fresh) show(fresh);
+  else draw(); // the first view says if chats are kept
+  // Before the style sheet has come, no field takes the focus.
+  if (document.activeElement === document.body) element("prompt").focus({ preventScroll: true });
 }
 
 /** Note what the server says of its model. */
 export function setModel(health) {
   model = health;
-  if (messages && !current.messages.length) drawWelcome();
+  if (!current.messages.length) drawWelcome();
 }
 
 /** Open the chat that a request answers; return false if it is none of this page. */
@@ -62,15 +65,17 @@ function listen() {
   });
   onEnter(element("prompt"), send);
   document.addEventListener("keydown", (event) => {
-    if (document.querySelector("dialog[open]") || element("view-chat").hidden) return;
-    if (event.key === "Escape" && narrow.matches && !element("list").hidden) showList(false);
-    else if (event.key === "Escape" && messages.editing) edit(null);
-    else if (event.key === "Escape") stop(current);
-    else if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
+    if (document.querySelector("dialog[open]") || element("view-chat").hidden || isComposing(event)) return;
+    if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
       showList(true);
       element("search").focus();
     }
+    // In such a field, Escape is the browser's: it clears a search and closes a list.
+    if (event.key !== "Escape" || event.target.closest("input, select")) return;
+    if (narrow.matches && !element("list").hidden) showList(false);
+    else if (messages.editing) edit(null);
+    else stop(current);
   });
   element("stop").addEventListener("click", () => stop(current));
   element("rename").addEventListener("click", rename);
@@ -96,9 +101,15 @@ function showList(isShown) {
 // --- Which chat --------------------------------------------------------------------------------
 async function openChat(id) {
   if (narrow.matches) showList(false);
-  if (id === current.id) return;
   const number = ++nShown;
-  const chat = busyChat(id) ?? (await store.load(id));
+  if (id === current.id) return;
+  let chat;
+  try {
+    chat = busyChat(id) ?? (await store.load(id));
+  } catch (error) {
+    tell(`The chat cannot be read: ${error.message}.`);
+    return;
+  }
   if (number !== nShown) return;
   if (chat) show(chat);
   else await list.refresh();
@@ -106,15 +117,15 @@ async function openChat(id) {
 
 function show(chat) {
   nShown++;
-  drafts.set(current.id, { text: element("prompt").value, files: pickFiles() });
+  drafts.set(current.id, { text: element("prompt").value, files: pickFiles(), editing: messages.editing });
   current = chat;
-  const draft = drafts.get(chat.id) ?? { text: "", files: [] };
+  const draft = drafts.get(chat.id) ?? { text: "" };
   element("prompt").value = draft.text;
   setFiles(draft.files);
   if (narrow.matches) showList(false);
   list.current = chat.id;
   list.unread.delete(chat.id);
-  messages.open(chat);
+  messages.open(chat, draft.editing);
   draw();
   element("prompt").focus({ preventScroll: true });
 }
@@ -124,9 +135,10 @@ async function keep(chat) {
   if (removed.has(chat.id)) return;
   try {
     await store.keep(chat, writingOf(chat));
+    tell("", "keep");
   } catch (error) {
     const isFull = error?.name === "QuotaExceededError";
-    tell(isFull ? "This browser has no room for more: export chats, then delete some." : `The chat is not kept: ${error?.message}.`);
+    tell(isFull ? "This browser has no room for more: export chats, then delete some." : `The chat is not kept: ${error?.message}.`, "keep");
   }
 }
 
@@ -136,10 +148,7 @@ async function remove(head) {
   removed.add(head.id);
   await store.remove(head.id);
   await list.refresh();
-  if (head.id === current.id) {
-    if (list.heads.length) await openChat(list.heads[0].id);
-    else show(fresh = newChat());
-  }
+  if (head.id === current.id) await leave();
   if (!chat) return; // another tab has deleted it
   offer(`“${head.title}” is deleted.`, "Undo", async () => {
     removed.delete(head.id);
@@ -149,6 +158,12 @@ async function remove(head) {
   });
 }
 
+/** Show another chat than the current one, which is deleted. */
+async function leave() {
+  if (list.heads.length) await openChat(list.heads[0].id);
+  else show((fresh = newChat()));
+}
+
 async function rename() {
   const title = prompt("Name of the chat", current.title)?.trim();
   if (!title) return;
@@ -156,10 +171,15 @@ async function rename() {
   await keepAndList();
 }
 
-/** Take over what another tab has added to the chat that is shown. */
-async function changedElsewhere(id, writing) {
-  noteElsewhere(writing);
+/** Take over what another tab has added to the chat that is shown; leave one that it has deleted. */
+async function changedElsewhere({ id, writing, isRemoved }) {
+  noteElsewhere(writing, draw);
+  if (isRemoved) {
+    removed.add(id);
+    stop({ id });
+  } else removed.delete(id); // it may have been restored
   await list.refresh();
+  if (isRemoved && id === current.id) await leave();
   const stored = id === current.id && (await store.load(id));
   if (!stored || id !== current.id) return;
   merge(current, stored);
@@ -178,7 +198,8 @@ async function keepAndList() {
 const fileName = () => current.title.replace(/[^\p{L}\p{N} ._-]/gu, "").trim() || "chat";
 
 function save(name, chats) {
-  download(`${name}.json`, "application/json", JSON.stringify({ format: FILE, version: 1, chats }));
+  const texts = chats.map((chat, index) => `${index ? "," : ""}${JSON.stringify(chat)}`);
+  download(`${name}.json`, "application/json", `{"format":"${FILE}","version":1,"chats":[`, ...texts, "]}");
 }
 
 async function importFrom(file) {
@@ -212,20 +233,19 @@ function ask(message) {
 
 const lastOf = (chat) => path(chat).at(-1)?.message;
 
-function send() {
-  const text = element("prompt").value;
-  if (isBusy(current.id) || !(text.trim() || hasFiles())) return;
-  element("prompt").value = "";
-  sendText(text);
-}
-
-function sendText(text) {
+/** Send what is written, or another text, with the files.  What is written stays if another chat is shown meanwhile. */
+async function send(text) {
+  const chat = current;
+  await filesAreRead();
+  const content = text ?? element("prompt").value;
+  if (chat !== current || isBusy(chat.id) || !(content.trim() || hasFiles())) return;
+  if (text === undefined) element("prompt").value = "";
   messages.showEnd();
-  ask(add(current, lastOf(current)?.id ?? "", { role: "user", content: text, files: pickFiles() }));
+  ask(add(chat, lastOf(chat)?.id ?? "", { role: "user", content, files: pickFiles().files }));
 }
 
 function sendEdited(message, text) {
-  messages.editing = null;
+  messages.edit(null);
   stop(current);
   element("prompt").focus({ preventScroll: true });
   ask(add(current, message.parent, { role: "user", content: text, files: message.files }));
@@ -259,16 +279,16 @@ function giveResults(message, results) {
 }
 
 function edit(message) {
-  messages.editing = message?.id ?? null;
+  messages.edit(message?.id ?? null);
   draw();
 }
 
-/** Note that an answer has grown or ended. */
-function answered(chat, written) {
-  const isOver = !isWriting(written) && !isBusy(chat.id);
+/** Note that answers have grown, or ended with `ended` as the first of them. */
+function answered(chat, ended) {
+  const isOver = ended && !isBusy(chat.id);
   if (chat === current) {
     messages.drawSoon();
-    if (isOver) announce(written.error ?? (written.end === "stopped" ? "The answer was stopped." : "The answer is complete."));
+    if (isOver) announce(ended.error ?? (ended.end === "stopped" ? "The answer was stopped." : "The answer is complete."));
   } else if (isOver) list.unread.add(chat.id);
   if (isOver || chat === current) drawButtons();
   if (isOver) list.refresh();
@@ -296,8 +316,8 @@ function drawButtons() {
 
 function drawWelcome() {
   const attach = (text) => {
-    element("prompt").value = text;
+    element("prompt").value ||= text;
     element("file-chooser").click();
   };
-  element("messages").replaceChildren(welcome(model, store.isForgetful(), sendText, attach));
+  element("messages").replaceChildren(welcome(model, store.isForgetful(), send, attach));
 }

@@ -8,7 +8,7 @@ const N_FORMULA_MAX = 2_000;
 const N_KEPT = 200_000; // characters whose results are kept: a text that grows is drawn again and again
 const FORMULAS = { throwOnError: true, maxExpand: 200, maxSize: [20, 100], trust: false };
 
-/** A library, loaded at the first use; those that wait for it are drawn again then. */
+/** A library, loaded at the first use; what waits for it is drawn again then. */
 class Library {
   constructor(load) {
     this.load = load;
@@ -53,10 +53,10 @@ class Library {
       this.loaded = (await this.load()).default;
     } catch (error) {
       console.warn("shown as plain text:", error);
-      return;
+      this.isAsked = false; // the server may come back
     }
-    for (const [place, key, make] of this.waiting) this.fill(place, key, make);
-    this.waiting = [];
+    const waiting = this.waiting.splice(0);
+    if (this.loaded) for (const [place, key, make] of waiting) this.fill(place, key, make);
   }
 }
 
@@ -116,13 +116,15 @@ export function code(text, language) {
   return place;
 }
 
-/** Return a node of a formula in LaTeX; its source is shown if it cannot be drawn. */
+/** Return a node of a formula in LaTeX; its source is shown if it cannot be drawn.  `\label` and `\ref` name no nodes:
+ * the page finds its own by their ids. */
 export function formula(latex, source, isDisplay) {
   const place = node("span", { class: isDisplay ? "formula display" : "formula" }, source);
   if (latex.length <= N_FORMULA_MAX)
     formulas.fill(place, `${isDisplay} ${latex}`, (library) => {
       const box = document.createElement("span");
       library.render(latex, box, { ...FORMULAS, displayMode: isDisplay });
+      for (const each of box.querySelectorAll("[id], [href]")) ["id", "href"].forEach((name) => each.removeAttribute(name));
       return box;
     });
   return place;

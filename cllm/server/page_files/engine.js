@@ -33,7 +33,10 @@ export function startEngine(open) {
 export function watchEngine() {
   const controller = new AbortController();
   watch(controller.signal);
-  return () => controller.abort();
+  return () => {
+    controller.abort();
+    tell("", "engine");
+  };
 }
 
 /** Show nothing of the engine until its next frame. */

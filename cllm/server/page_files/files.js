@@ -15,8 +15,11 @@ const N_MAX = 16; // of one message
 const NAMES = { image: "picture", audio: "recording", text: "text" };
 
 let kinds = ["text"]; // that the model takes
-let files = [];
-let nMessages = 0; // for which files were picked: a file that is read later than its message is left out
+let message = newMessage(); // the one that is being written
+
+function newMessage() {
+  return { files: [], read: Promise.resolve() }; // `read` ends when those that were added are in `files`
+}
 
 /** Accept text files by button, paste and drop. */
 export function takeFiles() {
@@ -27,25 +30,26 @@ export function takeFiles() {
     chooser.value = ""; // the same file may be chosen again
   });
   element("prompt").addEventListener("paste", (event) => {
-    if (!event.clipboardData.files.length) return;
+    const { files, types } = event.clipboardData;
+    // Word and Excel add a picture of the text.  Finder adds the names of its files, but no HTML.
+    const isText = ["text/plain", "text/html"].every((type) => types.includes(type));
+    if (!files.length || isText) return;
     event.preventDefault();
-    add(event.clipboardData.files);
+    add(files);
   });
   const place = element("chat");
-  place.addEventListener("dragover", (event) => {
-    if (![...event.dataTransfer.types].includes("Files")) return;
-    event.preventDefault();
-    place.classList.add("dropping");
-  });
+  place.addEventListener("dragover", (event) => place.classList.toggle("dropping", carriesFiles(event)));
   place.addEventListener("dragleave", () => place.classList.remove("dropping"));
   place.addEventListener("drop", (event) => {
     place.classList.remove("dropping");
-    if (!event.dataTransfer.files.length) return;
-    event.preventDefault();
     add(event.dataTransfer.files);
   });
+  // The browser would open a file that is dropped beside the chat, and leave the page.
+  for (const kind of ["dragover", "drop"]) addEventListener(kind, (event) => carriesFiles(event) && event.preventDefault());
   takeKinds([]);
 }
+
+const carriesFiles = ({ dataTransfer }) => [...dataTransfer.types].includes("Files");
 
 /** Accept pictures or recordings, too: "image", "audio". */
 export function takeKinds(media) {
@@ -56,21 +60,29 @@ export function takeKinds(media) {
 }
 
 /** True if the message that is being written has files. */
-export const hasFiles = () => files.length > 0;
+export const hasFiles = () => message.files.length > 0;
 
-/** Return the files of the message that is being written, which has none from then on. */
+/** Return a promise that the files that were added to the message are read. */
+export const filesAreRead = () => message.read;
+
+/** Return what the message that is being written has: { files, read }.  The next one begins without files. */
 export function pickFiles() {
-  const picked = files;
-  nMessages++;
-  setFiles([]);
+  const picked = message;
+  setFiles();
   return picked;
 }
 
-/** Let the message that is being written have these files. */
-export function setFiles(all) {
-  files = all;
+/** Continue a message whose files were picked; those that are still being read will be added to it. */
+export function setFiles(picked = newMessage()) {
+  message = picked;
+  draw();
+}
+
+function draw() {
+  const { files } = message;
   const remove = (index) => {
-    setFiles(files.filter((_, other) => other !== index));
+    message.files = files.filter((_, other) => other !== index);
+    draw();
     element("prompt").focus();
   };
   element("files").replaceChildren(
@@ -86,10 +98,13 @@ export function setFiles(all) {
   );
 }
 
-/** Add files.  The list is copied: the browser empties it after the event. */
-async function add(list) {
-  const chosen = [...list];
-  const message = nMessages;
+/** Add files, after those that are being read.  The list is copied: the browser empties it after the event. */
+function add(list) {
+  const [chosen, mine] = [[...list], message];
+  mine.read = mine.read.then(() => take(chosen, mine));
+}
+
+async function take(chosen, mine) {
   for (const file of chosen) {
     let taken;
     try {
@@ -100,18 +115,18 @@ async function add(list) {
       tell(`${file.name || "This file"} ${why}.`);
       continue;
     }
-    if (message !== nMessages) return;
-    const nBytes = [...files, taken].reduce((sum, one) => sum + (one.url ?? one.text).length, 0);
+    const nBytes = [...mine.files, taken].reduce((sum, one) => sum + (one.url ?? one.text).length, 0);
     if (nBytes > MESSAGE_BYTES) {
       tell(`The files of a message have at most ${MESSAGE_BYTES / 1024 / 1024} MB.`);
       return;
     }
-    if (files.length >= N_MAX) {
+    if (mine.files.length >= N_MAX) {
       tell(`A message has at most ${N_MAX} files.`);
       return;
     }
     tell("");
-    setFiles([...files, taken]);
+    mine.files = [...mine.files, taken];
+    if (mine === message) draw();
   }
 }
 

@@ -38,9 +38,14 @@ export class List {
   draw() {
     const shown = this.heads.filter(({ id }) => !this.found || this.found.has(id));
     const { activeElement } = document;
-    const focused = activeElement.closest("#chats") && [activeElement.parentElement.dataset.id, activeElement.className];
-    element("chats").replaceChildren(...shown.map((head) => this.row(head)));
-    if (focused) element("chats").querySelector(`[data-id="${focused[0]}"] > button.${focused[1]}`)?.focus();
+    const focused = activeElement.closest("#chats > li");
+    const place = [...element("chats").children].indexOf(focused);
+    const rows = shown.map((head) => this.row(head));
+    element("chats").replaceChildren(...rows);
+    if (focused) {
+      const row = rows.find(({ dataset }) => dataset.id === focused.dataset.id) ?? rows[Math.min(place, rows.length - 1)];
+      (row?.querySelector(`button.${activeElement.className}`) ?? element("new-chat")).focus();
+    }
     element("no-chats").hidden = !this.found || shown.length > 0;
   }
 
@@ -53,7 +58,7 @@ export class List {
       { "data-id": id },
       node(
         "button",
-        { class: "open", "aria-current": isShown && "true", title, onclick: () => this.act.open(head) },
+        { class: "open", dir: "auto", "aria-current": isShown && "true", title, onclick: () => this.act.open(head) },
         mark && node("span", { class: "mark", role: "img", "aria-label": mark[1] }, mark[0]),
         title,
       ),

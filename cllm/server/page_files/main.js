@@ -6,7 +6,7 @@ import { takeKinds } from "./files.js";
 import { showModels, startModels } from "./models.js";
 import { element } from "./node.js";
 import { tell } from "./notes.js";
-import { ask, onGone } from "./server.js";
+import { ask, errorOf, onGone, onModel, setPings } from "./server.js";
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
 let stopWatching = null;
@@ -42,7 +42,9 @@ for (const tab of tabs) {
   });
 }
 document.addEventListener("visibilitychange", look);
-show(tabs[location.hash === "#engine" ? 1 : 0]);
+const showAddressed = () => show(tabs[location.hash === "#engine" ? 1 : 0]);
+addEventListener("hashchange", showAddressed);
+showAddressed();
 startChat();
 startEngine((requestId) => {
   const isOurs = openChatOf(requestId);
@@ -62,7 +64,9 @@ async function ready() {
   for (;;) {
     let health = {};
     try {
-      health = await (await ask("health")).json();
+      const response = await ask("health");
+      const isOurs = response.headers.get("content-type")?.includes("json"); // a proxy answers with a page
+      health = isOurs ? await response.json() : { reason: await errorOf(response) };
     } catch (error) {
       health.reason = error.message;
     }
@@ -72,9 +76,17 @@ async function ready() {
   }
 }
 
+let connecting = null;
+
 /** Wait for the server, and show which models it has. */
-async function connect() {
+function connect() {
+  connecting ??= connected().finally(() => (connecting = null));
+  return connecting;
+}
+
+async function connected() {
   const health = await ready();
+  setPings(health.ping_interval_s);
   element("model").textContent = health.model ?? "";
   showModels(health);
   // With several models, the server rejects files for one that takes none.
@@ -91,9 +103,9 @@ function watchAnew() {
 }
 
 startModels(connect, watchAnew);
-let connecting = connect();
-onGone(() => {
-  connecting ??= connect().finally(() => (connecting = null));
+onGone(connect);
+onModel((name) => {
+  const shown = element("model").textContent; // nothing if the server has several
+  if (shown && name !== shown) connect();
 });
-await connecting;
-connecting = null;
+await connect();

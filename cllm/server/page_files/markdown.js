@@ -60,9 +60,19 @@ function opened(token) {
       return node("del");
     case "link_open":
       return node("a", { href: token.attrGet("href"), rel: "noreferrer noopener", target: "_blank" });
+    case "th_open":
+    case "td_open":
+      return cell(token);
     default:
       return node(token.tag);
   }
+}
+
+/** Return a cell of a table; the policy of the page allows no attribute with a style. */
+function cell(token) {
+  const made = node(token.tag);
+  made.style.textAlign = token.attrGet("style")?.split(":")[1] ?? "";
+  return made;
 }
 
 function leaf(token) {

@@ -1,6 +1,6 @@
 // Messages of a chat as nodes.  Only what has changed is drawn again, and what is far from view stays plain text.
 
-import { isCut, isWriting } from "./answers.js";
+import { isCut, isWritten } from "./answers.js";
 import { preview } from "./files.js";
 import { markdown } from "./markdown.js";
 import { folded, node, onEnter } from "./node.js";
@@ -14,7 +14,7 @@ const NEAR = "1200px";
 const UNENDED = ["stopped", "lost", "length"];
 const BUSY_SHARE = 4; // drawing takes at most a fifth of the time
 
-/** Shows chats in a box, and calls `act` of { edit, again, choose, goOn, giveResults } with a message. */
+/** Shows chats in a box, and calls `act` of { edit, send, again, choose, goOn, giveResults } with a message. */
 export class Messages {
   constructor(box, act) {
     this.box = box;
@@ -23,6 +23,7 @@ export class Messages {
     this.nOpened = 0;
     this.nRows = Infinity; // of the chat, from its end on, that are drawn
     this.editing = null; // id of the message that is being edited
+    this.typed = new Map(); // texts of the fields for edits, by the id of the message, and for results
     this.unfolded = new Set(); // ids of answers whose reasoning is open
     this.drawn = new Map(); // id: { element, key, fill }
     this.isDue = false;
@@ -31,10 +32,10 @@ export class Messages {
     this.near = new IntersectionObserver((entries) => this.come(entries), { root: box, rootMargin: NEAR });
   }
 
-  /** Show a chat from its end. */
-  open(chat) {
+  /** Show a chat from its end; `editing` is the id of a message that is being edited. */
+  open(chat, editing = null) {
     this.chat = chat;
-    this.editing = null;
+    this.editing = editing;
     this.near.disconnect();
     this.drawn.clear();
     this.box.replaceChildren();
@@ -51,6 +52,12 @@ export class Messages {
     this.draw(true);
     this.box.scrollTop = this.box.scrollHeight - fromEnd;
     if (!isAll) setTimeout(() => this.grow(number, nRows + N_PER_TASK));
+  }
+
+  /** Let the message with an id be edited, or none; the text of another edit is dropped. */
+  edit(id) {
+    this.typed.delete(this.editing);
+    this.editing = id;
   }
 
   /** Draw what has changed, soon. */
@@ -155,7 +162,8 @@ export class Messages {
   }
 
   partsOfAnswer(row, isLast) {
-    const isRunning = row.all.some(isWriting);
+    const isRunning = row.all.some(isWritten);
+    const hasQuestion = row.message.parent !== ""; // a chat of a file may begin with an answer
     return [
       node(
         "p",
@@ -164,7 +172,7 @@ export class Messages {
         node(
           "span",
           { class: "tools" },
-          isRunning ? null : node("button", { onclick: () => this.act.again(row.message) }, "Regenerate"),
+          hasQuestion && !isRunning && node("button", { onclick: () => this.act.again(row.message) }, "Regenerate"),
           ...this.branches(row),
         ),
       ),
@@ -193,7 +201,7 @@ export class Messages {
       { class: `variant${isChosen ? " chosen" : ""}` },
       answer.reasoning ? this.thought(answer) : null,
       ...markdown(answer.content),
-      isWriting(answer) && !answer.content && !answer.reasoning ? node("p", { class: "waits" }, "…") : null,
+      isWritten(answer) && !answer.content && !answer.reasoning ? node("p", { class: "waits" }, "…") : null,
       ...calls.map((call) => folded(`Calls ${call.function.name}`, call.function.arguments)),
       isLast && isChosen && calls.length && !isRunning && !UNENDED.includes(answer.end) ? this.results(answer) : null,
       answer.error ? node("p", { class: "error", role: "alert" }, answer.error) : null,
@@ -218,7 +226,7 @@ export class Messages {
   /** Fields for the results of the tools that an answer calls, for the model to go on with. */
   results(answer) {
     const tools = toolsByName();
-    const fields = answer.calls.map((call) => node("textarea", { rows: 2, "aria-label": `Result of ${call.function.name}` }));
+    const fields = answer.calls.map((call, index) => this.field(`${answer.id} ${index}`, "", { rows: 2, "aria-label": `Result of ${call.function.name}` }));
     const give = () => this.act.giveResults(answer, fields.map((field) => field.value));
     const parts = answer.calls.map((call, index) => {
       const tool = tools.get(call.function.name);
@@ -227,9 +235,15 @@ export class Messages {
     return node("div", { class: "results" }, ...parts, node("button", { onclick: give }, "Give the results"));
   }
 
+  /** Return a field with what was typed into it before another chat was shown, or with `text`. */
+  field(key, text, attributes) {
+    const made = node("textarea", { dir: "auto", oninput: () => this.typed.set(key, made.value), ...attributes });
+    made.value = this.typed.get(key) ?? text;
+    return made;
+  }
+
   editor(message) {
-    const field = node("textarea", { rows: 4, "aria-label": "Edited message" });
-    field.value = message.content;
+    const field = this.field(message.id, message.content, { rows: 4, "aria-label": "Edited message" });
     const send = () => this.act.send(message, field.value);
     onEnter(field, send);
     setTimeout(() => field.focus());
@@ -252,10 +266,7 @@ function rowsOf(chat) {
   });
 }
 
-const stateOf = (message) => [
-  message.id, message.content.length, message.reasoning?.length, message.calls?.map((call) => call.function.arguments.length),
-  message.end, message.error, message.seconds, isWriting(message),
-];
+const stateOf = (message) => [message.id, message.version, isWritten(message)];
 
 const nameOfButton = (button) => button.getAttribute("aria-label") ?? button.textContent;
 
@@ -279,8 +290,9 @@ function factsOf(answer) {
   const facts = [];
   const ends = { length: "cut: no more tokens", lost: "interrupted" };
   if (answer.end && answer.end !== "stop" && answer.end !== "tool_calls") facts.push(ends[answer.end] ?? answer.end);
-  else if (!answer.end && !isWriting(answer)) facts.push("interrupted");
-  if (answer.nTokens && answer.seconds) facts.push(`${answer.nTokens} tokens, ${(answer.nTokens / answer.seconds).toFixed(1)} a second`);
+  else if (!answer.end && !isWritten(answer)) facts.push("interrupted");
+  const ofAll = answer.nAnswers > 1 ? ` of ${answer.nAnswers} answers` : "";
+  if (answer.nTokens && answer.seconds) facts.push(`${answer.nTokens} tokens${ofAll}, ${(answer.nTokens / answer.seconds).toFixed(1)} a second`);
   if (answer.first !== undefined) facts.push(`first after ${answer.first.toFixed(0)} ms`);
   return facts.join(" · ");
 }

@@ -1,15 +1,19 @@
 // The models of the server: which one answers and is watched, and the download of another.
 
 import { element, node } from "./node.js";
-import { ask, askAsAdmin, errorOf, linesOf } from "./server.js";
+import { askAsAdmin, errorOf, linesOf } from "./server.js";
+import { local } from "./storage.js";
+
+const CHOSEN = "cllm.model"; // the model that was chosen last, of several
 
 let reconnect = async () => {};
 let isOne = true; // the server has one model
 
-/** Call `connect()` after the models have changed, and `watch()` after another one is to be watched. */
+/** Call `connect()` to show which models there are now, and `watch()` after another one is to be watched. */
 export function startModels(connect, watch) {
   reconnect = connect;
   element("watched").addEventListener("change", watch);
+  element("model-name").addEventListener("change", () => local.set(CHOSEN, element("model-name").value));
   element("show-models").addEventListener("click", openModels);
   element("models").addEventListener("close", () => (element("admin-key").value = ""));
   element("pull").addEventListener("submit", (event) => {
@@ -19,10 +23,9 @@ export function startModels(connect, watch) {
 }
 
 /** Open the dialog with the models and the download. */
-export async function openModels() {
+export function openModels() {
   element("models").showModal();
-  const response = await ask("health").catch(() => null); // `ask` has told that the server is gone
-  if (response?.ok) showModels(await response.json());
+  reconnect();
 }
 
 /** Show which models there are, after `health` of the server. */
@@ -31,13 +34,13 @@ export function showModels({ model, models }) {
   const known = isOne ? [[model, "loaded"]] : Object.entries(models);
   element("models-here").replaceChildren(...known.map(([name, status]) => node("li", {}, `${name}: ${status}`)));
   const names = isOne ? [] : known.map(([name]) => name);
-  offer("model-name", names);
+  offer("model-name", names, [], local.get(CHOSEN));
   // Without a choice, the first loaded model is shown.
   offer("watched", ["", ...names], ["the first loaded one"]);
 }
 
-function offer(id, values, texts = []) {
-  const chosen = element(id).value;
+function offer(id, values, texts, wanted) {
+  const chosen = values.includes(wanted) ? wanted : element(id).value;
   element(id).replaceChildren(...values.map((value, index) => new Option(texts[index] ?? value, value, false, value === chosen)));
   element(id).parentElement.hidden = isOne;
 }
@@ -105,7 +108,10 @@ async function use(name, key) {
     await answered("admin/reload", key, { model: name });
   }
   await reconnect();
-  if (!isOne) element("model-name").value = name;
+  if (!isOne) {
+    element("model-name").value = name;
+    local.set(CHOSEN, name);
+  }
   say(isOne ? `${name} answers from now on.` : `${name} is loaded by its first message.`);
 }
 

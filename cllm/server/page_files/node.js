@@ -17,10 +17,13 @@ export function node(tag, attributes = {}, ...inside) {
 /** Return a text that is folded under a title. */
 export const folded = (title, text, attributes = {}) => node("details", attributes, node("summary", {}, title), node("pre", {}, text));
 
+/** True if a key belongs to an input method, which composes a text.  Safari says so of the last Enter by its code alone. */
+export const isComposing = (event) => event.isComposing || event.keyCode === 229;
+
 /** Call `send()` when Enter is pressed in a field; Shift-Enter begins a line. */
 export function onEnter(field, send) {
   field.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
     event.preventDefault();
     send();
   });

@@ -1,17 +1,26 @@
-// What the page says besides answers: a line that stays, one with an action, and texts for screen readers.
+// What the page says besides answers: a line in the header, one with an action, and texts for screen readers.
 
 import { element, node } from "./node.js";
 
 const SHOWN_MS = 10_000;
 
-let leaving = null;
-const told = new Map(); // last line of each source
+const PAGE = "page"; // the source of lines that end by themselves
 
-/** Show a line in the header; a source removes its own with "", and leaves those of others. */
-export function tell(text, source = "page") {
-  const shown = element("status").textContent;
-  if (text ? shown !== text : shown && shown === told.get(source)) element("status").textContent = text;
-  told.set(source, text);
+let leaving = null;
+let ending = null;
+const told = new Map(); // line of each source, the latest last
+
+/** Show the latest line of all sources in the header.  A source removes its own with ""; that of the page ends after ten seconds. */
+export function tell(text, source = PAGE) {
+  if (source === PAGE) {
+    clearTimeout(ending);
+    if (text) ending = setTimeout(tell, SHOWN_MS, "");
+  }
+  if (text === (told.get(source) ?? "")) return;
+  told.delete(source);
+  if (text) told.set(source, text);
+  const latest = [...told.values()].at(-1) ?? "";
+  if (element("status").textContent !== latest) element("status").textContent = latest;
 }
 
 /** Show a line over the page for ten seconds, with a button that does `act`. */
@@ -40,12 +49,14 @@ export async function copy(text, button) {
 }
 
 function copySelected(text) {
+  const { activeElement } = document;
   const field = node("textarea", { class: "hidden", readonly: true });
   field.value = text;
   document.body.append(field);
   field.select();
   const isCopied = document.execCommand("copy");
   field.remove();
+  activeElement.focus({ preventScroll: true });
   if (!isCopied) throw new Error("the browser copies nothing");
 }
 
@@ -54,9 +65,9 @@ function said(button, text) {
   setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
-/** Save a text as a file. */
-export function download(name, type, text) {
-  const address = URL.createObjectURL(new Blob([text], { type }));
+/** Save texts, one after the other, as a file: together they may be longer than a string can be. */
+export function download(name, type, ...texts) {
+  const address = URL.createObjectURL(new Blob(texts, { type }));
   node("a", { href: address, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }

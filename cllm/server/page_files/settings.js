@@ -2,6 +2,7 @@
 
 import { element } from "./node.js";
 import { offer } from "./notes.js";
+import { local } from "./storage.js";
 
 const SETTINGS = "cllm.settings";
 const PRESETS = "cllm.presets";
@@ -9,21 +10,21 @@ const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"
 const FIELDS = [...SAMPLING, "system", "n", "reasoning_effort", "schema", "tools"];
 const BUILT_IN = { "The model's": {}, Precise: { temperature: "0" }, Varied: { temperature: "1.1", min_p: "0.05" } };
 
-/** Return what localStorage has under a name, or `otherwise`. */
-function read(name, otherwise) {
+/** Return the object that is kept under a name; an empty one without it. */
+function read(name) {
   try {
-    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
+    return Object(JSON.parse(local.get(name)));
   } catch {
-    return otherwise;
+    return {};
   }
 }
 
-const keep = () => localStorage.setItem(SETTINGS, JSON.stringify(valuesOf(FIELDS)));
+const keep = () => local.set(SETTINGS, JSON.stringify(valuesOf(FIELDS)));
 const valuesOf = (names) => Object.fromEntries(names.map((name) => [name, element(name).value]));
 
 /** Show the settings of the last visit, and keep them when they change. */
 export function startSettings() {
-  const settings = read(SETTINGS, {});
+  const settings = read(SETTINGS);
   for (const name of FIELDS) {
     if (settings[name] !== undefined) element(name).value = settings[name];
     element(name).addEventListener("change", () => {
@@ -37,7 +38,8 @@ export function startSettings() {
   showPresets();
 }
 
-const presets = () => ({ ...BUILT_IN, ...read(PRESETS, {}) });
+const isPreset = ([, values]) => values !== null && typeof values === "object";
+const presets = () => ({ ...BUILT_IN, ...Object.fromEntries(Object.entries(read(PRESETS)).filter(isPreset)) });
 
 /** List the presets, and choose the one whose values the settings have. */
 function showPresets() {
@@ -64,17 +66,17 @@ function use(name) {
 function keepPreset() {
   const name = prompt("Name of the preset")?.trim();
   if (!name || Object.hasOwn(BUILT_IN, name)) return;
-  localStorage.setItem(PRESETS, JSON.stringify({ ...read(PRESETS, {}), [name]: valuesOf(SAMPLING) }));
+  local.set(PRESETS, JSON.stringify({ ...read(PRESETS), [name]: valuesOf(SAMPLING) }));
   showPresets();
 }
 
 function dropPreset() {
-  const before = read(PRESETS, {});
+  const before = read(PRESETS);
   const { [element("preset").value]: dropped, ...others } = before;
-  localStorage.setItem(PRESETS, JSON.stringify(others));
+  local.set(PRESETS, JSON.stringify(others));
   showPresets();
   offer("The preset is deleted.", "Undo", () => {
-    localStorage.setItem(PRESETS, JSON.stringify(before));
+    local.set(PRESETS, JSON.stringify(before));
     showPresets();
   });
 }
@@ -91,7 +93,11 @@ export function toolsByName() {
 
 /** Return what the settings say: { body, n, seed, system }; throw what is wrong with them. */
 export function settingsOf() {
-  const number = (name) => (element(name).value === "" ? undefined : Number(element(name).value));
+  const number = (name) => {
+    const { labels, validity, validationMessage, value } = element(name);
+    if (validity.badInput) throw new Error(`${labels[0].textContent.trim()}: ${validationMessage}`);
+    return value === "" ? undefined : Number(value);
+  };
   const json = (name, what) => {
     const text = element(name).value.trim();
     try {

@@ -4,13 +4,22 @@ import { fromOldChat, merge } from "./tree.js";
 
 const OLD = "cllm.chats"; // in localStorage, before there was a database
 const MODES = { read: "readonly", write: "readwrite" };
-const tabs = new BroadcastChannel("cllm.chats");
+const tabs = channel();
 
 let database = null; // a promise
 let hasDatabase = true;
 const held = new Map(); // chats that are not in the database: there is none, or it had no room
 
-/** Open the database. */
+/** Return the channel to other tabs; one without an end if the browser denies it, as Firefox does with all site data. */
+function channel() {
+  try {
+    return new BroadcastChannel("cllm.chats");
+  } catch {
+    return new MessageChannel().port1;
+  }
+}
+
+/** Open the database, again if the browser has closed it. */
 async function opened() {
   database ??= new Promise((resolve, reject) => {
     const request = indexedDB.open("cllm", 1);
@@ -18,7 +27,15 @@ async function opened() {
       request.result.createObjectStore("heads", { keyPath: "id" });
       request.result.createObjectStore("bodies", { keyPath: "id" });
     };
-    request.onsuccess = () => resolve(request.result);
+    request.onsuccess = () => {
+      const { result } = request;
+      result.onclose = () => (database = null);
+      result.onversionchange = () => {
+        result.close();
+        database = null;
+      };
+      resolve(result);
+    };
     request.onerror = () => reject(request.error);
   });
   return database;
@@ -27,11 +44,12 @@ async function opened() {
 /** Run `work` on the two stores in one transaction; return the result of the request that it makes last. */
 async function transact(mode, work) {
   const transaction = (await opened()).transaction(["heads", "bodies"], MODES[mode]);
+  let request = null;
   const ended = new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve(request?.result);
     transaction.onabort = () => reject(transaction.failure ?? transaction.error);
   });
-  const request = work(transaction.objectStore("heads"), transaction.objectStore("bodies"));
+  request = work(transaction.objectStore("heads"), transaction.objectStore("bodies"));
   return ended;
 }
 
@@ -51,10 +69,10 @@ function put(heads, bodies, chat) {
 
 const headOf = ({ id, title, updated }) => ({ id, title, updated });
 
-/** Prepare the database.  Without one, chats last as long as the page. */
+/** Prepare the database.  Without one that can be read, chats last as long as the page. */
 export async function start() {
   try {
-    await opened();
+    await transact("read", (heads) => heads.getAll());
   } catch (error) {
     console.warn("chats are not kept:", error);
     hasDatabase = false;
@@ -119,7 +137,7 @@ export async function remove(id) {
       bodies.delete(id);
     });
   }
-  tabs.postMessage({ id, writing: [] });
+  tabs.postMessage({ id, writing: [], isRemoved: true });
 }
 
 /** Return the ids of the chats whose title or messages contain a text, in any case. */
@@ -139,7 +157,10 @@ export async function search(text) {
   return found;
 }
 
-/** Call `heard(id, writing)` when another tab has changed or removed a chat; it writes the answers `writing`. */
+/** Call `heard({ id, writing, isRemoved })` when another tab has changed or removed a chat; it writes the answers `writing`. */
 export function onChange(heard) {
-  tabs.addEventListener("message", ({ data: { id, writing } }) => heard(id, writing));
+  tabs.addEventListener("message", ({ data }) => {
+    if (data.isRemoved) held.delete(data.id);
+    heard(data);
+  });
 }

@@ -2,8 +2,9 @@
 //
 // A chat is { id, title, isNamed, updated, messages, chosen }.  A message is { id, parent, role, content, … };
 // `parent` is the id of the message before it, or "".  `chosen` maps a parent to the child that is shown.
-// Answers have { reasoning, calls, error, end, seconds, first, thought, nTokens, model, group }: answers of one
-// question that were asked for together have the same `group`.
+// Answers have { reasoning, calls, error, end, seconds, first, thought, nTokens, model, group, nAnswers, version }.
+// Answers of one question that were asked for together have the same `group`; there are `nAnswers` of them, and
+// `nTokens` is the number of tokens of all.  `version` grows with each change of an answer.
 
 const ROOT = "";
 
@@ -57,14 +58,16 @@ export function choose(chat, message) {
   if (!chat.isNamed && message.parent === ROOT) chat.title = titleOf(message);
 }
 
-/** Add to a chat what another tab has stored of it: messages, and what has been written of those that are here. */
+/** Add to a chat what another tab has stored of it: messages, and later versions of those that are here. */
 export function merge(chat, stored) {
-  const size = ({ content, reasoning = "", end }) => content.length + reasoning.length + (end ? 0.5 : 0);
   const ours = new Map(chat.messages.map((each) => [each.id, each]));
   for (const each of stored.messages) {
     const own = ours.get(each.id);
     if (!own) chat.messages.push(each);
-    else if (size(each) > size(own)) Object.assign(own, each);
+    else if ((each.version ?? 0) > (own.version ?? 0)) {
+      Object.keys(own).forEach((name) => delete own[name]);
+      Object.assign(own, each);
+    }
   }
   if (stored.updated > chat.updated) Object.assign(chat, { title: stored.title, isNamed: stored.isNamed });
 }
@@ -128,6 +131,7 @@ const FIELDS = {
   model: isMissingOr(isText),
   tool_call_id: isMissingOr(isText),
   nTokens: isMissingOr(Number.isFinite),
+  nAnswers: isMissingOr(Number.isFinite),
   seconds: isMissingOr(Number.isFinite),
   first: isMissingOr(Number.isFinite),
   thought: isMissingOr(Number.isFinite),
