@@ -129,7 +129,7 @@ def _value_of(value: object) -> object:
 
 def _warn_of_ports(server: ServerConfig) -> None:
     """Warn, if there is no API key, that Ray opens more ports than the requested one."""
-    if server.api_key is None:
+    if not server.needs_key:
         logger.warning(
             "Ray's workers, HAProxy's statistics (8404, 9101) and each replica (30000 to 31000) listen on all "
             "interfaces, and these ports bypass the proxy: set an api_key, and close the ports (docs/ray.md)"

@@ -18,7 +18,7 @@ from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask, MountedStart, make_engine
 from cllm.server.http.api_keys import KeyRing
 from cllm.server.http.limits import STATIC_URL, HeadAsGet, Limits, OtherPaths
-from cllm.server.http.problems import RESPONSES, Problem, answer_problem
+from cllm.server.http.problems import RESPONSES, FaultsAnswered, Problem, answer_problem
 from cllm.server.operation.access import AccessLog
 from cllm.server.operation.metrics import AnswerCounter
 from cllm.server.routes import (
@@ -89,6 +89,7 @@ def create_app(
         finished = anyio.Event()
         async with anyio.create_task_group() as group:
             if task is not None:
+                task.renew()  # the application may have been made in another event loop
                 group.start_soon(task.run, finished)
                 task.has_begun = True
             try:
@@ -132,6 +133,7 @@ def create_app(
     _build(app)
     for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, answer_problem)
+    app.add_middleware(FaultsAnswered)
     if task is not None:
         app.add_middleware(MountedStart, task=task)
     if is_guarded:

@@ -72,7 +72,7 @@ class ServerConfig:
         Serve a page at / with a chat and a view of the engine.  The page needs no key, as `/docs`; its
         requests do.
     log_prompts : bool
-        Put prompts and answers into the log.
+        Put the prompts, or the messages, of requests into the log.
     otlp_traces_endpoint : str, optional
         URL that takes a span for each request, as OTLP over HTTP (extra tracing).
     ping_interval_s : float

@@ -19,7 +19,7 @@ from cllm import CllmError, Engine, EngineConfig, ModelLoadError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask
-from cllm.server.http.problems import unavailable
+from cllm.server.http.problems import shutting_down, unavailable
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.pulls import Pulls
 from cllm.server.state import settings_of_another
@@ -59,6 +59,9 @@ class PooledModel:
         self.task: EngineTask = self.app.state.engine_task
         self.task.has_begun = True  # only the pool starts it
         self._is_leaving = False
+        # From the beginning of a load to the end of its engine.
+        self._life: anyio.CancelScope | None = None
+        self._fetching = anyio.Lock()
         self.n_users = 0
         self.used_at: float = 0.0
         self.freed: anyio.Event | None = None
@@ -96,6 +99,20 @@ class PooledModel:
             engine = replace(engine, n_gpu_layers=ALL_LAYERS)
         await self._make_engine(engine).check_memory()
 
+    async def fetch(self) -> None:
+        """Download the files of the model that are not on this machine; other models can be loaded meanwhile.
+
+        Raises
+        ------
+        Problem
+            503: a file cannot be downloaded.
+        """
+        async with self._fetching:
+            try:
+                await self._make_engine(self._engine).fetch()
+            except CllmError as error:
+                raise unavailable(f"the model {self.name!r} cannot be loaded: {error}") from None
+
     async def load(self, tasks: TaskGroup) -> None:
         """Start the engine as a task of `tasks`, and wait until the model is loaded.
 
@@ -104,8 +121,6 @@ class PooledModel:
         Problem
             503: the model cannot be loaded; the message has the reason.
         """
-        if self.freed is not None:  # its last engine is still being freed
-            await self.freed.wait()
         self.task.renew()
         self.task.has_begun, self._is_leaving = True, False
         freed = self.freed = anyio.Event()
@@ -117,16 +132,20 @@ class PooledModel:
 
     async def _run(self, freed: anyio.Event) -> None:
         try:
-            await self.task.run()
+            with anyio.CancelScope() as self._life:
+                await self.task.run()
         finally:
             self.app.state.server.engine = None
+            self.app.state.server.metrics.watch(None)
             self.freed = None
             freed.set()
 
     async def free(self) -> None:
-        """Free the model after its running requests, and wait until it is freed."""
+        """Free the model after its running requests, and wait until it is freed; cancel its load."""
         if (freed := self.freed) is not None:
             self._is_leaving = True
+            if self._life is not None and not self.task.load_ended.is_set():
+                self._life.cancel()
             self.app.state.server.stop()
             await freed.wait()
 
@@ -157,9 +176,10 @@ class ModelPool:
             for name, engine in models.items()
         }
         self.pulls: Pulls = Pulls(self.add)
-        self.metrics: Metrics = Metrics()  # of requests that are rejected before they reach a model
+        self.metrics: Metrics = Metrics()  # of requests that reach no model
         self.failure: BaseException | None = None  # always None: one model's failure is its own
         self._tasks: TaskGroup | None = None
+        self._is_stopping = False
         self._loading = anyio.Lock()
         self._used = anyio.Event()
 
@@ -176,7 +196,7 @@ class ModelPool:
 
     def stop(self) -> None:
         """Reject new requests, and let the present ones finish."""
-        self._tasks = None
+        self._tasks, self._is_stopping = None, True
         self.pulls.stop()
         for model in self.models.values():
             model.app.state.server.stop()
@@ -195,6 +215,11 @@ class ModelPool:
                     await app.state.server.reload()
 
     @property
+    def is_draining(self) -> bool:
+        """True if the server is shutting down: running requests may finish."""
+        return self._is_stopping
+
+    @property
     def default(self) -> PooledModel:
         """The first loaded model; the first of all if none is loaded."""
         models = list(self.models.values())
@@ -205,7 +230,7 @@ class ModelPool:
         """Load and free models during the block; free all models at its end."""
         self.pulls.renew()
         async with anyio.create_task_group() as tasks:
-            self._tasks = tasks
+            self._tasks, self._is_stopping = tasks, False
             tasks.start_soon(self._free_unused)
             try:
                 yield
@@ -229,6 +254,8 @@ class ModelPool:
         model.n_users += 1  # from now on it is not freed
         try:
             if not model.is_loaded:
+                self._check_running()
+                await model.fetch()
                 async with self._loading:  # one request loads the model; the others wait for it
                     if not model.is_loaded:
                         await self._load(model)
@@ -239,6 +266,8 @@ class ModelPool:
             self._used.set()
 
     async def _load(self, model: PooledModel) -> None:
+        if model.freed is not None:  # its last engine is still being freed
+            await model.freed.wait()
         while (reason := await self._refusal(model)) is not None:
             idle = [other for other in self.models.values() if other.is_idle]
             if not idle:
@@ -246,11 +275,16 @@ class ModelPool:
             oldest = min(idle, key=lambda other: other.used_at)
             logger.info("freeing the model %s to load %s", oldest.name, model.name)
             await oldest.free()
-        if self._tasks is None:
-            raise unavailable("the server is shutting down")
+        tasks = self._check_running()
         # A request that is cancelled meanwhile would leave a model that is neither loaded nor free.
         with anyio.CancelScope(shield=True):
-            await model.load(self._tasks)
+            await model.load(tasks)
+
+    def _check_running(self) -> TaskGroup:
+        """Return the tasks of the pool; raise `Problem` (503) if the server is shutting down."""
+        if self._tasks is None:
+            raise shutting_down()
+        return self._tasks
 
     async def _refusal(self, model: PooledModel) -> str | None:
         """Return why a model cannot be loaded beside the loaded ones; None if it can."""

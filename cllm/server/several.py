@@ -12,17 +12,19 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
-from cllm import Engine, EngineConfig, ModelInfo, __version__
+from cllm import CllmError, Engine, EngineConfig, ModelInfo, __version__
 from cllm.server.app import add_guards
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
 from cllm.server.http.body import SafeRoute, parsed
-from cllm.server.http.limits import ADMIN_PATHS, HeadAsGet, is_open, with_known_path
+from cllm.server.http.limits import ADMIN_PATHS, HeadAsGet, OtherPaths, is_open
 from cllm.server.http.problems import (
+    FaultsAnswered,
     Problem,
     answer_problem,
     problem_of,
@@ -30,12 +32,12 @@ from cllm.server.http.problems import (
     unavailable,
 )
 from cllm.server.model_pool import ModelPool, PooledModel
+from cllm.server.operation.metrics import AnswerCounter, MetricsOfModels
 from cllm.server.routes import ollama
-from cllm.server.routes.info import LATEST
+from cllm.server.routes.info import LATEST, metrics_answer
 from cllm.server.routes.openai import architecture_of, listed, model_list
 from cllm.server.routes.transcriptions import FORM_TYPE
 
-LIVE_PATH = "/live"
 MAX_PARTS, MAX_PART_BYTES = 64, 1024  # of a form: parts that are looked at, and bytes of each
 
 
@@ -106,6 +108,13 @@ def create_models_app(
 
     app.include_router(safe)
 
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        asked = request.query_params.get("model")
+        models = pool.models.values() if asked is None else (_named(pool, asked),)
+        of_models = {model.name: model.app.state.server.metrics for model in models}
+        return metrics_answer(request, MetricsOfModels(pool.metrics, of_models))
+
     @app.get("/v1/health")
     @app.get("/healthz")
     @app.get("/readyz")
@@ -114,13 +123,22 @@ def create_models_app(
     async def health() -> JSONResponse:
         pool.pulls.settle()
         models = {model.name: model.status for model in pool.models.values()}
-        return JSONResponse({"status": "ok", "version": __version__, "models": models})
+        answer = {
+            "status": "draining" if pool.is_draining else "ok",
+            "version": __version__,
+            "models": models,
+            "ping_interval_s": config.ping_interval_s,
+        }
+        return JSONResponse(answer)
 
     app.mount("", _Front(pool))
-    for error in (Problem, RequestValidationError):
+    for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, answer_problem)
+    app.add_middleware(FaultsAnswered)
     add_guards(app, config)
+    app.add_middleware(AnswerCounter, metrics=pool.metrics)
     app.add_middleware(HeadAsGet)
+    app.add_middleware(OtherPaths, known=pool.default.app.state.known_paths)
     return app
 
 
@@ -147,7 +165,7 @@ class _Front:
                 raise unavailable(
                     f"the model {model.name!r} is not loaded: a request for an answer loads it, a GET does not"
                 )
-            if path == LIVE_PATH:  # a page that watches a model does not keep it from being freed
+            if scope["method"] != "POST":  # what watches a model does not keep it from being freed
                 await model.app(scope, receive, send)
                 return
             async with self._pool.using(model) as app:
@@ -158,7 +176,6 @@ class _Front:
     def _is_answered(self, scope: Scope) -> bool:
         """True if there is a route of this path and method."""
         app = self._pool.default.app
-        scope = with_known_path(scope, app.state.known_paths)
         return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
 
 
@@ -171,7 +188,7 @@ async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]
     while not messages or messages[-1].get("more_body", False):
         messages.append(await receive())
         if messages[-1]["type"] == "http.disconnect":
-            break
+            raise Problem(400, "the client has left before its body was complete")
     kind = Headers(scope=scope).get("content-type", "")
     body = b"".join(each.get("body", b"") for each in messages)
     named = _name_in(body, kind)

@@ -168,17 +168,21 @@ class ServerState:
     def model_name(self) -> str:
         """Name of the model for clients: the configured one, or that of its file without suffix.
 
-        Without a configured name, raise `Problem` (503) if `serving` does: also while the model is loaded.
+        Without a configured name, raise `Problem` (503) while the model is loaded.
         """
         if self.config.model_name is not None:
             return self.config.model_name
-        return self.serving.config.model_path.stem
+        return self._present.config.model_path.stem
+
+    @property
+    def _present(self) -> Engine:
+        """The engine, also while it finishes its requests; raises the errors of `serving` without one."""
+        return self.serving if self.engine is None else self.engine
 
     @property
     def served(self) -> Served:
         """Identity of the model in replies."""
-        model = self.serving.model
-        return Served(self.model_name, "" if model is None else model.fingerprint)
+        return Served(self.model_name, self._present.model.fingerprint)
 
     def observation(self, request: Request, operation: str, params: SamplingParams) -> Observation:
         """Return the metrics and the trace for a request with these sampling parameters."""
@@ -224,7 +228,7 @@ def counting_if_given_up(request: Request, texts: Iterable[str | Sequence[int]])
     try:
         yield
     except (DeadlineError, anyio.get_cancelled_exc_class()):
-        n_most = state_of(request).serving.model.n_ctx
+        n_most = state_of(request).n_ctx
         sizes = (
             len(t.encode(errors="replace")) // N_BYTES_TOKEN if isinstance(t, str) else len(t)
             for t in texts
@@ -234,11 +238,13 @@ def counting_if_given_up(request: Request, texts: Iterable[str | Sequence[int]])
 
 
 def visible_slots(request: Request, slots: Iterable[SlotInfo]) -> list[SlotInfo]:
-    """Return slots without the tenants that a client with a key of its own must not see."""
+    """Return slots without the tenants and requests that a client with a key of its own must not see."""
     key = request.scope["state"].get("key")
     if key is None:
         return list(slots)
-    return [s if s.tenant in ("", key.name) else replace(s, tenant="") for s in slots]
+    return [
+        s if s.tenant in ("", key.name) else replace(s, tenant="", request_id=None) for s in slots
+    ]
 
 
 def log_request(state: ServerState, request_id: str, prompt: object) -> None:

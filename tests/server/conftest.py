@@ -22,7 +22,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cllm import Engine
-from cllm.server import create_app
+from cllm.server import ServerConfig, create_app
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -266,9 +266,9 @@ def anyio_backend() -> str:
 
 
 @asynccontextmanager
-async def client_of(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(engine: Engine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the app of an engine, in this process."""
-    transport = httpx.ASGITransport(create_app(engine))
+    transport = httpx.ASGITransport(create_app(engine, ServerConfig(**settings)))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 

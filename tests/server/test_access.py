@@ -198,6 +198,24 @@ async def test_pages_of_other_hosts_cannot_even_send(origin: str | None, status:
     assert response.status_code == status
 
 
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        ({"allowed_hosts": ("chat.example",)}, "chat.example", 200),
+        ({"cors_origins": ("https://chat.example",)}, "localhost", 200),
+        ({}, "localhost", 403),
+    ],
+)
+@pytest.mark.anyio
+async def test_the_page_behind_a_proxy_may_ask_with_the_settings_that_the_documentation_names(
+    settings: dict[str, Any], host: str, status: int
+) -> None:
+    headers = {"Host": host, "Origin": "https://chat.example", "Content-Type": "text/plain"}
+    config = ServerConfig(**settings)
+    response = await asgi(config, "POST", "/generate", headers=headers, content='{"prompt": "1"}')
+    assert response.status_code == status
+
+
 @pytest.mark.anyio
 async def test_every_page_may_use_the_server_if_asked() -> None:
     config = ServerConfig(cors_origins=("*",))

@@ -10,7 +10,8 @@ import anyio
 import httpx
 import pytest
 
-from cllm import ClosedError, Engine, QueueFullError
+from cllm import ClosedError, DeadlineError, Engine, EngineStatus, QueueFullError
+from cllm.engine.loop.dispatcher import Dispatcher
 from cllm.server import create_app
 from cllm.server.answers import answer
 from cllm.server.http.problems import Problem
@@ -65,6 +66,108 @@ async def test_what_fails_is_a_status_before_the_head_and_an_event_after_it(
         assert told in reply.text
     logged = [record for record in caplog.records if record.exc_info]
     assert [record.exc_info[1] for record in logged if record.exc_info] == [error] * is_logged
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_stream_that_fails_after_its_head_is_counted_and_logged_as_failed(
+    has_begun: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_: Any, __: Any, ___: Any, on_admitted: Any) -> Any:
+        if has_begun:
+            await on_admitted()
+        raise ClosedError("closed")
+
+    monkeypatch.setattr(answer, "run_streams", fail)
+    async with FakeEngine(lambda _: "2") as engine, client_of(engine) as client:
+        with caplog.at_level(logging.INFO, "cllm.access"):
+            await client.post("/generate", json={"prompt": "1+1=", "stream": True})
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "cllm.access"]
+        metrics = (await client.get("/metrics")).text
+    assert (" error=unavailable" in line) is has_begun
+    assert ('cllm_stream_errors_total{status="503"} 1.0' in metrics) is has_begun
+
+
+KINDS = [
+    (ClosedError("closed"), 503, "overloaded_error"),
+    (RuntimeError("a secret"), 500, "api_error"),
+    (DeadlineError("late"), 408, "timeout_error"),
+    (QueueFullError(1, 1.0), 429, "rate_limit_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind"), KINDS, ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_error_of_a_message_has_the_type_that_anthropics_clients_know(
+    error: Exception, status: int, kind: str, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: Any, __: Any, ___: Any, on_admitted: Any) -> Any:
+        if is_streamed:
+            await on_admitted()
+        raise error
+
+    monkeypatch.setattr(answer, "run_streams", fail)
+    body = {**ROUTES["/v1/messages"], "stream": is_streamed}
+    async with FakeEngine(lambda _: "2") as engine, client_of(engine) as client:
+        reply = await client.post("/v1/messages", json=body)
+    assert reply.status_code == (200 if is_streamed else status)
+    assert f'"type":"{kind}"' in reply.text.replace(": ", ":")
+    if not is_streamed:
+        assert ("x-should-retry" in reply.headers) is (status == 408)
+
+
+async def test_a_fault_of_the_server_has_the_id_of_its_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> Any:
+        raise RuntimeError("a secret")
+
+    async with (
+        FakeEngine() as engine,
+        client_of(engine, cors_origins=("https://a.example",)) as client,
+    ):
+        monkeypatch.setattr(engine, "slots", fail)
+        with caplog.at_level(logging.ERROR, "cllm.server"):
+            reply = await client.get(
+                "/slots", headers={"X-Request-ID": "mine", "Origin": "https://a.example"}
+            )
+    assert reply.status_code == 500
+    assert reply.headers["X-Request-ID"] == "mine"
+    assert reply.headers["Access-Control-Allow-Origin"] == "https://a.example"
+    assert reply.json()["error"]["message"] == "internal error"
+    assert [record.getMessage() for record in caplog.records] == ["request mine failed"]
+
+
+DRAINED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "x"}, "/embedding": {"content": "x"},
+    "/generate/score": {"prompt": "a", "continuation": "b"}, "/api/embed": {"model": "m", "input": "x"},
+    "/completion": {"prompt": "1+1="}, **ROUTES,
+    "/v1/completions": {"prompt": "1+1=", "echo": True, "logprobs": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DRAINED)
+async def test_what_runs_when_a_server_stops_is_answered(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeEngine(lambda _: "2") as engine:
+        app = create_app(engine)
+        submit, embed = Dispatcher.submit, Dispatcher.embed
+
+        def stop_and(call: Any) -> Any:
+            def called(dispatcher: Dispatcher, request: Any) -> Any:
+                app.state.server.stop()
+                engine._status = EngineStatus.DRAINING
+                return call(dispatcher, request)
+
+            return called
+
+        monkeypatch.setattr(Dispatcher, "submit", stop_and(submit))
+        monkeypatch.setattr(Dispatcher, "embed", stop_and(embed))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            reply = await client.post(path, json=DRAINED[path])
+        engine._status = EngineStatus.READY
+    assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from cllm import EngineConfig, InvalidArgumentError, SamplingParams, TokenDelta
+from cllm import (
+    EngineConfig,
+    InvalidArgumentError,
+    PromptTooLongError,
+    SamplingParams,
+    TokenDelta,
+)
 from cllm.server import ServerConfig, create_app
 from cllm.server.answers.running import Observation, run_streams
 from cllm.server.http.api_keys import Allowance, KeyRing, read_keys
@@ -319,6 +325,59 @@ async def test_tokens_of_an_answer_that_its_client_does_not_take_count(file: Pat
     bob = ring.find(b"b")
     assert bob is not None
     assert (bob.n_prompt, bob.n_output) == (access.n_prompt, access.n_output)
+
+
+async def run_left(engine: FakeEngine, prompts: Sequence[str], *, at: str) -> Access:
+    """Return what is counted of streams whose client leaves at its first delta, or at the head."""
+    access = Access()
+
+    async def leave(*_: object) -> None:
+        raise ConnectionError("the client has left")
+
+    observed = Observation(Metrics(), Tracing(), {}, "chat", "m", SamplingParams(), access)
+    places = {"delta": (leave, None), "head": (None, leave)}[at]
+    with pytest.raises((ConnectionError, PromptTooLongError)):
+        await run_streams([engine.stream(prompt) for prompt in prompts], observed, *places)
+    return access
+
+
+@pytest.mark.anyio
+async def test_what_was_cached_or_never_computed_of_an_answer_that_is_left_does_not_count() -> None:
+    head = "some long head of a conversation: "
+    async with FakeEngine(lambda _: "abc" * 100, n_ctx=1024, n_seq_max=1) as engine:
+        await engine.generate(head, max_tokens=3)
+        access = await run_left(engine, [head + "x"], at="delta")
+        assert access.n_prompt == len(head) + 1
+        assert access.n_cached >= len(head) - 1
+        engine.decoder.latency_s = 0.05
+        async with engine.stream("y" * 100) as other:  # it has the only place for long
+            await anext(other)
+            waiting = await run_left(engine, ["z" * 100], at="head")
+            assert (waiting.n_prompt, waiting.n_output) == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_prompts_beside_one_that_is_rejected_count_if_they_were_computed() -> None:
+    async with FakeEngine(lambda _: "abc", n_ctx=512) as engine:
+        access = await run_left(engine, ["x" * 100, "y" * 600], at="head")
+        assert not engine.statistics().n_prefill_tokens or access.n_prompt == 100
+
+
+@pytest.mark.anyio
+async def test_a_priority_that_is_a_whole_float_is_one(file: Path) -> None:
+    async with served(file) as (client, engine):
+        seen = list[int]()
+        stream = engine.stream
+
+        def noting(*given: Any, **options: Any) -> Any:
+            seen.append(options["priority"])
+            return stream(*given, **options)
+
+        engine.stream = noting  # type: ignore[method-assign]
+        for priority in (9, 9.0):
+            body = {"prompt": "hi", "priority": priority}
+            assert (await client.post("/generate", json=body, headers=bearer("b"))).is_success
+    assert seen == [9, 9]
 
 
 @pytest.mark.anyio

@@ -103,6 +103,7 @@ def test_health_is_ok_while_the_heart_beats(client: httpx.Client) -> None:
     assert response.json()["model"] == "cllm-tiny"
     assert response.json()["version"] == cllm.__version__
     assert response.json()["heartbeat_age_s"] >= 0
+    assert response.json()["ping_interval_s"] == 15
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/healthz", "/livez"])

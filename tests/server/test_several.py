@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cllm import Engine, EngineConfig, ModelLoadError
 from cllm.server.config import ServerConfig
+from cllm.server.model_pool import ModelPool
 from cllm.server.several import create_models_app
 from cllm.testing import FakeEngine
 from tests.conftest import some_in_fast
@@ -30,6 +32,7 @@ class Loads:
         self.too_large: set[str] = set()  # beside any other
         self.too_large_for_gpus: set[str] = set()  # beside any other, with all layers
         self.opening: anyio.Event | None = None  # which loading waits for
+        self.fetching: dict[str, anyio.Event] = {}  # which a download waits for
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -44,6 +47,10 @@ class Loads:
                 if error := loads.refusals.get(name):
                     raise error
                 return await super().__aenter__()
+
+            async def fetch(self) -> None:
+                if (fetching := loads.fetching.get(name)) is not None:
+                    await fetching.wait()
 
             async def check_memory(self) -> None:
                 is_entire = config.n_gpu_layers > 0
@@ -108,6 +115,7 @@ async def test_a_request_goes_to_the_model_that_it_names_which_is_loaded_for_it(
         for path in ("/health", "/livez", "/readyz", "/healthz"):
             answer = await client.get(path)
             assert (answer.status_code, answer.json()["models"]) == (200, await statuses(client))
+            assert answer.json()["ping_interval_s"] == 15
         # Without a name: the first that is loaded.
         assert await said(client, None) == "a"
         assert (await client.get("/v1/models/b")).json()["max_model_len"] == 2048
@@ -263,3 +271,117 @@ async def test_only_a_request_that_can_be_answered_loads_a_model(
         assert response.status_code == status
         assert loads.names == ["a"]
         assert await statuses(client) == {"a": "loaded", "b": "unloaded"}
+
+
+async def values(client: httpx.AsyncClient, name: str, **params: str) -> dict[str, float]:
+    """Values of a metric, by the model of the sample."""
+    answer = await client.get("/metrics", params=params)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            if sample.name == name:
+                model = sample.labels.get("model", "")
+                found[model] = found.get(model, 0.0) + sample.value
+    return found
+
+
+async def test_the_metrics_are_those_of_all_models_and_of_what_reached_none(loads: Loads) -> None:
+    async with serving(loads, "a", "b", max_models=1) as client:
+        assert await values(client, "cllm_ticks_total") == {}
+        assert loads.names == []
+        refusal_of(await ask(client, "z"), 404)
+        for name in "ab":
+            assert await said(client, name) == name
+        durations = await values(client, "cllm_request_duration_seconds_count")
+        assert durations == {"a": 1.0, "b": 1.0}
+        assert (await values(client, "cllm_ticks_total")).keys() == {"b"}  # the loaded one
+        answers = await values(client, "cllm_http_responses_total", model="b")
+        assert answers.keys() == {"", "b"}
+        refusal_of(await client.get("/metrics", params={"model": "z"}), 404)
+        answer = await client.get("/metrics")
+        counted = [
+            sample.labels["status"]
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+            if sample.name == "cllm_http_responses_total" and "model" not in sample.labels
+        ]
+        assert "404" in counted
+        assert loads.names == ["a", "b"]
+
+
+async def test_what_only_looks_at_a_model_keeps_it_no_longer(loads: Loads) -> None:
+    async with serving(loads, "a", "b", max_models=1) as client:
+        assert await said(client, "a") == "a"
+        used_at = pool_of(client).models["a"].used_at
+        for path in ("/metrics", "/slots", "/props", "/v1/models/a"):
+            assert (await client.get(path, params={"model": "a"})).status_code == 200
+        assert pool_of(client).models["a"].used_at == used_at
+
+
+def pool_of(client: httpx.AsyncClient) -> ModelPool:
+    pool: ModelPool = cast(Any, client)._transport.app.state.server
+    return pool
+
+
+@pytest.mark.parametrize("path", ["/models", "/v1/models/", "//v1/models", "/models/b"])
+async def test_other_spellings_of_a_path_mean_the_same_as_with_one_model(
+    path: str, loads: Loads
+) -> None:
+    async with serving(loads, "a", "b") as client:
+        told = (await client.get(f"http://localhost{path}")).json()
+        assert [each["id"] for each in told.get("data", [told])] in (["a", "b"], ["b"])
+
+
+async def test_a_request_for_a_model_that_is_being_freed_waits_for_it(loads: Loads) -> None:
+    async with serving(loads, "a", max_models=1) as client, anyio.create_task_group() as tasks:
+        assert await said(client, "a") == "a"
+        loads.go_on.clear()
+        tasks.start_soon(ask, client, "a", "slow")
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(pool_of(client).models["a"].free)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(said, client, "a")
+        await anyio.wait_all_tasks_blocked()
+        loads.go_on.set()
+    assert loads.names == ["a", "a"]
+
+
+async def test_a_server_that_ends_waits_for_no_model_that_is_being_loaded(loads: Loads) -> None:
+    loads.opening = anyio.Event()
+
+    async def has_begun() -> bool:
+        return loads.names == ["a"]
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks, serving(loads, "a") as client:
+            tasks.start_soon(ask, client, "a")
+            await until(has_begun)
+
+
+async def test_a_model_that_is_being_downloaded_keeps_no_other_waiting(loads: Loads) -> None:
+    loads.fetching["b"] = anyio.Event()
+    async with serving(loads, "a", "b") as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(said, client, "b")
+        await anyio.wait_all_tasks_blocked()
+        assert await said(client, "a") == "a"
+        loads.fetching["b"].set()
+    assert loads.names == ["a", "b"]
+
+
+async def test_a_client_that_leaves_before_its_body_loads_no_model(loads: Loads) -> None:
+    async with serving(loads, "a") as client:
+        app = cast(Any, client)._transport.app
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        async def send(_: Any) -> None:
+            pass
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "raw_path": b"/v1/completions", "headers": [(b"host", b"localhost")],
+        }  # fmt: skip
+        await app(scope, receive, send)
+    assert loads.names == []

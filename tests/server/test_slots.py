@@ -11,7 +11,8 @@ from starlette.requests import Request
 
 from cllm import SlotInfo, SlotState
 from cllm.server.state import visible_slots
-from tests.server.conftest import Server, refusal_of, running
+from cllm.testing import FakeEngine
+from tests.server.conftest import Server, client_of, refusal_of, running
 
 HEAD = "The river runs down to the sea, and an old man watches it go by: "
 GREEDY: dict[str, Any] = {"prompt": HEAD, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -31,13 +32,33 @@ def test_cached_prefixes_are_erased(tmp_path: Path) -> None:
         assert client.post("/generate", json=GREEDY).json()["usage"]["cached_tokens"] == 0
 
 
-def test_a_client_with_a_key_sees_no_tenants_of_others() -> None:
+def test_a_client_with_a_key_sees_no_tenants_and_requests_of_others() -> None:
     tenants = "alice", "bob", ""
-    slots = [SlotInfo(n, SlotState.DECODE, tenant=tenant) for n, tenant in enumerate(tenants)]
+    slots = [
+        SlotInfo(n, SlotState.DECODE, tenant=tenant, request_id=f"of {tenant}")
+        for n, tenant in enumerate(tenants)
+    ]
     alice = Request({"type": "http", "state": {"key": SimpleNamespace(name="alice")}})
-    assert [slot.tenant for slot in visible_slots(alice, slots)] == ["alice", "", ""]
+    seen = [(slot.tenant, slot.request_id) for slot in visible_slots(alice, slots)]
+    assert seen == [("alice", "of alice"), ("", None), ("", "of ")]
     operator = Request({"type": "http", "state": {}})
     assert [slot.tenant for slot in visible_slots(operator, slots)] == list(tenants)
+
+
+@pytest.mark.anyio
+async def test_a_client_with_a_key_erases_no_prefix_of_others(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "a"\n')
+    async with FakeEngine() as engine, client_of(engine, api_keys=str(keys), api_key="b") as client:
+        statuses = [
+            (
+                await client.post(
+                    "/slots/0?action=erase", headers={"Authorization": f"Bearer {key}"}
+                )
+            ).status_code
+            for key in "ab"
+        ]
+    assert statuses == [403, 200]
 
 
 @pytest.mark.parametrize("action", ["save", "restore"])

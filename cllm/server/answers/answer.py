@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 
-from cllm import Completion, Engine, FinishReason, PromptTooLongError, TokenDelta, TokenStream
+from cllm import Completion, FinishReason, PromptTooLongError, TokenDelta, TokenStream
 from cllm.server.answers.running import Observation, check_in_time, run_streams
 from cllm.server.http.problems import TOO_LONG, Problem, problem_of, shutting_down, too_long
 from cllm.server.http.replies import DONE, Event, Reply, Writer
@@ -77,8 +77,8 @@ class AnswerForm(ABC):
             raise shutting_down()
         check_in_time(done)
 
-    async def look_up(self, engine: Engine, done: Sequence[Completion]) -> None:
-        """Fetch further parts of the answer from the engine."""
+    async def look_up(self, stream: TokenStream, done: Sequence[Completion]) -> None:
+        """Fetch further parts of the answer by the model of a stream."""
         return
 
     def end(self, done: Sequence[Completion]) -> Iterable[Event]:
@@ -113,7 +113,6 @@ def answer(
     problem : callable
         Returns the error response for an exception, with the field names that the client knows.
     """
-    engine = state.serving
 
     async def run(writer: Writer) -> Sequence[Completion]:
         has_tokens = set[int]()
@@ -158,7 +157,7 @@ def answer(
                 replace(_without_output(one), usage=replace(one.usage, n_output=0, n_reasoning=0))
                 for one in done
             ]
-        await form.look_up(engine, done)
+        await form.look_up(streams[0], done)
         return done
 
     async def produce(writer: Writer) -> None:
@@ -176,6 +175,8 @@ def answer(
                 logger.error("request %s failed", request_id, exc_info=error)
             if not (writer.is_streaming or tells):
                 raise failure from error
+            if writer.is_streaming:
+                observation.cut_off(failure.status, failure.code)
             last = form.failed(failure)
         else:
             if form.is_plain:

@@ -142,16 +142,17 @@ async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> Any:
-    """Return the arguments of a call as an object; their text if they were cut off, or are not JSON.
+    """Return the arguments of a call as an object.
 
+    If they are cut off, or not an object, the object has their text as `_cut_off`.
     JSON has no infinity, which Python reads from 1e999.
     """
     try:
         arguments = json.loads(text or "{}")
         json.dumps(arguments, allow_nan=False)
     except ValueError:
-        return {"_cut_off": text}
-    return arguments
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"_cut_off": text}
 
 
 def client_tools_of(tools: Sequence[Mapping[str, Any]] | None) -> ClientTools:

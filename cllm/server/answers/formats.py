@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cllm import Completion, Engine, FinishReason, TokenDelta, TokenLogprob, ToolCallDelta
+from cllm import Completion, FinishReason, TokenDelta, TokenLogprob, TokenStream, ToolCallDelta
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.client_tools import CUSTOM, ClientTools, text_input_of
 from cllm.server.http.replies import Event
@@ -143,11 +143,11 @@ class CompletionForm(_OpenAIForm):
             choice = self._choice(index, text, delta.logprobs, reason)
             yield {**self._head, "choices": [{**choice, **deadline_of(delta.finish_reason)}]}
 
-    async def look_up(self, engine: Engine, done: Sequence[Completion]) -> None:
+    async def look_up(self, stream: TokenStream, done: Sequence[Completion]) -> None:
         """See `AnswerForm`."""
         if done[0].prompt_logprobs is not None:
             firsts = [one.prompt_token_ids[0] for one in done]
-            self._first_pieces = await engine.pieces(firsts)
+            self._first_pieces = await stream.pieces(firsts)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """See `AnswerForm`."""

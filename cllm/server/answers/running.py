@@ -13,9 +13,11 @@ from typing import NamedTuple
 import anyio
 
 from cllm import (
+    CllmError,
     Completion,
     DeadlineError,
     FinishReason,
+    GenerationError,
     SamplingParams,
     TokenDelta,
     TokenStream,
@@ -28,6 +30,7 @@ logger: logging.Logger = logging.getLogger("cllm.server")
 
 # A longer write to the client keeps the next gap between deltas out of the metrics.
 SLOW_WRITE_S = 0.005
+SETTLE_S = 5.0  # seconds in which the engine ends a request after its cancellation
 
 # Called with the index of a stream and its next delta.
 OnDelta = Callable[[int, TokenDelta], Awaitable[None]]
@@ -52,31 +55,32 @@ class Observation:
     params: SamplingParams
     access: Access | None = None
 
+    def cut_off(self, status: int, code: str | None) -> None:
+        """Record the error that ended a stream after its head."""
+        self.metrics.cut_off(status)
+        if self.access is not None:
+            self.access.error = code or str(status)
+
     @contextmanager
-    def of(self, stream: TokenStream, started: Started) -> Iterator[Watch]:
-        """Yield the account of a stream, for its reader to keep; the block is the span of the stream."""
+    def of(self, watch: Watch, started: Started) -> Iterator[None]:
+        """Record the metrics of a stream, and its span, which is the block."""
         with self.tracing.request(
-            stream.request_id,
+            watch.stream.request_id,
             self.headers,
             operation=self.operation,
             model=self.model,
             params=self.params,
             started_ns=started.unix_ns,
         ) as trace:
-            watch = Watch()
             try:
-                yield watch
+                yield
             finally:
                 if (completion := watch.completion) is not None:
                     self.metrics.finished(completion)
-                    if self.access is not None:
-                        self.access.finished(completion)
                     if trace is not None:
                         trace.finished(completion)
                 else:
                     self.metrics.given_up(time.monotonic() - started.monotonic_s)
-                    if self.access is not None:
-                        self.access.given_up(stream.n_prompt, watch.n_output)
 
 
 @dataclass(slots=True)
@@ -85,14 +89,40 @@ class Watch:
 
     Attributes
     ----------
+    stream : TokenStream
+        It has been submitted.
     n_output : int
         Tokens of the deltas so far.
     completion : Completion or None
         None until the stream has ended; for ever if its client has left, or it failed.
+    partial : Completion or None
+        What there was of a stream that failed, or whose client has left.
     """
 
+    stream: TokenStream
     n_output: int = 0
     completion: Completion | None = None
+    partial: Completion | None = None
+
+    async def settle(self) -> None:
+        """Wait for the partial completion of a closed stream that has not ended."""
+        if self.completion is not None:
+            return
+        try:
+            self.partial = await self.stream.completion()
+        except GenerationError as error:
+            self.partial = error.completion
+        except CllmError:
+            pass
+
+    def count(self, access: Access) -> None:
+        """Count the tokens of the stream; none if it left the queue."""
+        if self.completion is not None:
+            access.finished(self.completion)
+        elif self.partial is None:
+            access.given_up(self.stream.n_prompt, self.n_output)
+        elif self.partial.timings.prefill_s > 0.0:
+            access.finished(self.partial)
 
 
 async def run_streams(
@@ -109,20 +139,30 @@ async def run_streams(
     """
     started = Started(time.time_ns(), time.monotonic())
 
-    async def read(index: int, stream: TokenStream) -> Completion:
-        with observation.of(stream, started) as watch:
+    async def read(index: int, watch: Watch) -> Completion:
+        with observation.of(watch, started):
             on_each = on_delta and partial(on_delta, index)
-            watch.completion = await _read(stream, observation.metrics, on_each, watch)
+            watch.completion = await _read(observation.metrics, on_each, watch)
             return watch.completion
 
-    async with AsyncExitStack() as opened:
-        for stream in streams:
-            await opened.enter_async_context(stream)
-        if on_admitted is not None:
-            await on_admitted()
-        if len(streams) == 1:  # needs no task of its own
-            return [await read(0, streams[0])]
-        return await _all_of([partial(read, i, stream) for i, stream in enumerate(streams)])
+    watches: list[Watch] = []
+    try:
+        async with AsyncExitStack() as opened:
+            for stream in streams:
+                await opened.enter_async_context(stream)
+                watches.append(Watch(stream))
+            if on_admitted is not None:
+                await on_admitted()
+            if len(watches) == 1:  # needs no task of its own
+                return [await read(0, watches[0])]
+            return await _all_of([partial(read, i, each) for i, each in enumerate(watches)])
+    finally:
+        with anyio.move_on_after(SETTLE_S, shield=True):
+            for watch in watches:
+                await watch.settle()
+        if (access := observation.access) is not None:
+            for watch in watches:
+                watch.count(access)
 
 
 async def _all_of(calls: Sequence[Callable[[], Awaitable[Completion]]]) -> list[Completion]:
@@ -147,13 +187,12 @@ async def _all_of(calls: Sequence[Callable[[], Awaitable[Completion]]]) -> list[
 
 
 async def _read(
-    stream: TokenStream,
     metrics: Metrics,
     on_delta: Callable[[TokenDelta], Awaitable[None]] | None,
     watch: Watch,
 ) -> Completion:
     last: float | None = None
-    async for delta in stream:
+    async for delta in watch.stream:
         now = time.perf_counter()
         if last is not None and delta.token_ids:
             metrics.gap(now - last)
@@ -163,7 +202,7 @@ async def _read(
             await on_delta(delta)
             if time.perf_counter() - now > SLOW_WRITE_S:
                 last = None  # the next gap would include the time that the client needed
-    return await stream.completion()
+    return await watch.stream.completion()
 
 
 def check_in_time(done: Sequence[Completion]) -> None:

@@ -25,15 +25,11 @@ from cllm.engine.sampling_params import (
     SAMPLERS,
 )
 from cllm.sampling_limits import FLOAT_RANGES, INTEGER_RANGES, MAX_BREAKERS
+from cllm.server.http.body import integral
 from cllm.server.http.problems import invalid, problem_of
 
 MAX_LORAS = 64
 MEDIA_MARKER = "<__media__>"  # where an image or audio is, in a prompt of llama-server
-
-
-def _integral(data: object) -> object:
-    """Return a float without a fraction as an int: JSON has one kind of number, and 5.0 is an integer."""
-    return int(data) if isinstance(data, float) and data.is_integer() else data
 
 
 def _tokens(data: object) -> Any:
@@ -41,7 +37,7 @@ def _tokens(data: object) -> Any:
     if isinstance(data, list):
         kinds = set(map(type, data))
         if float in kinds and kinds <= {int, float}:
-            data = list(map(_integral, data))
+            data = list(map(integral, data))
             kinds = set(map(type, data))
         if kinds <= {int}:
             return data
@@ -151,7 +147,7 @@ def _check_loras(data: object) -> object:
 
 
 Number = Annotated[float, Field(strict=True)]
-Integer = Annotated[int, Field(strict=True), BeforeValidator(_integral)]
+Integer = Annotated[int, Field(strict=True), BeforeValidator(integral)]
 Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 _TOKEN_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}}

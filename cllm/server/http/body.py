@@ -113,9 +113,14 @@ def _n_containers(text: bytes | bytearray) -> int:
     return text.count(b"[") + text.count(b"{")
 
 
+def integral(data: object) -> object:
+    """Return a float without a fraction as an int: JSON has one kind of number, and 5.0 is an integer."""
+    return int(data) if isinstance(data, float) and data.is_integer() else data
+
+
 def _set_turn(value: dict[str, Any], body_type: type[BaseModel], request: Request) -> None:
     """Set the tenant and the priority of a body: those of the client's key, or else the header's tenant."""
-    given = value.get("priority")
+    given = integral(value.get("priority"))
     turn = turn_of(request, given if type(given) is int else None)
     for name in turn.keys() & body_type.model_fields.keys():
         value[name] = turn[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm import (
     CllmError,
@@ -26,6 +27,8 @@ from cllm import (
     RequestError,
 )
 from cllm.errors import ContextError, LibraryError, LlamaCallError, TooMuchTextError
+
+logger: logging.Logger = logging.getLogger("cllm.server")
 
 
 class Error(BaseModel):
@@ -49,6 +52,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "Starting, shutting down, or failed: try again later"},
 }
 RETRY_AFTER_S = 1
+ANTHROPIC_PATH = "/v1/messages"
 TOO_LONG = "context_length_exceeded"  # as OpenAI calls it
 PLACES = ("body", "path", "query")  # FastAPI's names for the place of a field
 KINDS = {
@@ -56,6 +60,15 @@ KINDS = {
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
+}
+# As Anthropic's API names them.  A stream has no status: its clients try again after some of these.
+ANTHROPIC_KINDS = {
+    **KINDS,
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
 }
 
 
@@ -94,12 +107,20 @@ class Problem(Exception):
     @property
     def body(self) -> dict[str, object]:
         """JSON object of the response."""
+        return self._body(KINDS)
+
+    @property
+    def anthropic_body(self) -> dict[str, object]:
+        """JSON object of the response of Anthropic's API."""
+        return self._body(ANTHROPIC_KINDS)
+
+    def _body(self, kinds: Mapping[int, str]) -> dict[str, object]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "type": "error",  # for Anthropic's clients
             "error": {
                 "message": str(self),
-                "type": KINDS.get(self.status, kind),
+                "type": kinds.get(self.status, kind),
                 "param": self.param,
                 "code": self.code,
                 **self.details,
@@ -111,8 +132,10 @@ class Problem(Exception):
 
         Clients of Ollama, whose paths begin with `/api/`, take the field `error` for a text.
         """
-        is_ollama = route_path(scope).startswith("/api/")
-        body = {"error": str(self)} if is_ollama else self.body
+        path = route_path(scope)
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
+        if path.startswith("/api/"):
+            body = {"error": str(self)}
         return JSONResponse(body, self.status, headers=self.headers)
 
 
@@ -190,7 +213,8 @@ def problem_of(error: BaseException, name_of: Callable[[str], str] = str) -> Pro
         case QueueFullError(retry_after_s=seconds):
             return too_many(str(error), retry_after_s=seconds)
         case DeadlineError():
-            return Problem(408, str(error), code="timeout")
+            # Clients of OpenAI and Anthropic would compute it twice more.
+            return Problem(408, str(error), code="timeout", headers={"x-should-retry": "false"})
         case ClosedError() | EngineFailedError():
             return unavailable(str(error))
         case GenerationError():
@@ -227,6 +251,31 @@ def _of_validation(error: RequestValidationError) -> Problem:
 async def answer_problem(request: Request, error: Exception) -> JSONResponse:
     """Return the error response for an exception: the exception handler of the application."""
     return problem_of(error).response_to(request.scope)
+
+
+class FaultsAnswered:
+    """ASGI middleware: answers an exception that no handler knows with status 500, and logs it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            request_id = scope.get("state", {}).get("request_id", "")
+            logger.error("request %s failed", request_id, exc_info=error)
+            await problem_of(error).response_to(scope)(scope, receive, send)
 
 
 def route_path(scope: Scope) -> str:

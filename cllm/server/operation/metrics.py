@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -77,9 +78,15 @@ class Metrics:
         self._http = Counter(
             "cllm_http_responses", "HTTP responses", ("route", "status"), registry=self._registry
         )
+        self._cut_off = Counter(
+            "cllm_stream_errors",
+            "Streams that an error ended after their head",
+            ("status",),
+            registry=self._registry,
+        )
 
-    def watch(self, statistics: Callable[[], EngineStatistics]) -> None:
-        """Report these statistics from now on."""
+    def watch(self, statistics: Callable[[], EngineStatistics] | None) -> None:
+        """Report these statistics from now on; None reports none."""
         self._statistics = statistics
 
     def gap(self, seconds: float) -> None:
@@ -104,9 +111,17 @@ class Metrics:
         """Count an HTTP response by the path of its route and its status."""
         self._http.labels(route, str(status)).inc()
 
+    def cut_off(self, status: int) -> None:
+        """Count a stream that an error ended after its head, by the status that the error has elsewhere."""
+        self._cut_off.labels(str(status)).inc()
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def families(self) -> Iterable[Metric]:
+        """Return all metrics with their samples."""
+        return self._registry.collect()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's counters and gauges, none before `watch`; called by the registry."""
@@ -133,8 +148,47 @@ class Metrics:
         yield stages
 
 
+@dataclass(frozen=True, eq=False)
+class MetricsOfModels:
+    """The metrics of a server of several models: samples of a model have its name as the label `model`.
+
+    Attributes
+    ----------
+    server : Metrics
+        Counts the responses to requests that reached no model.
+    models : mapping
+        Metrics by the name of the model.
+    """
+
+    server: Metrics
+    models: Mapping[str, Metrics]
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return each metric once, with the samples of all models; called by the registry."""
+        responses = "cllm_http_responses"
+        own = (family for family in self.server.families() if family.name == responses)
+        merged = {family.name: family for family in own}
+        for name, metrics in self.models.items():
+            for family in metrics.families():
+                same = Metric(family.name, family.documentation, family.type)
+                merged.setdefault(family.name, same).samples += [
+                    sample._replace(labels={"model": name, **sample.labels})
+                    for sample in family.samples
+                ]
+        return merged.values()
+
+
 class AnswerCounter:
-    """ASGI middleware: counts answers by route and status."""
+    """ASGI middleware: counts answers by route and status.
+
+    Of several around each other, the innermost counts.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -147,10 +201,13 @@ class AnswerCounter:
             return
 
         has_begun = False
+        counted: list[int] = scope.setdefault("cllm.counted", [])
 
         def count(status: int) -> None:
-            # The path of the route, not of the request: strangers must not make labels.
-            self._metrics.answered(getattr(scope.get("route"), "path", "none"), status)
+            if not counted:
+                counted.append(status)
+                # The path of the route, not of the request: strangers must not make labels.
+                self._metrics.answered(getattr(scope.get("route"), "path", "none"), status)
 
         async def counting(message: Message) -> None:
             nonlocal has_begun

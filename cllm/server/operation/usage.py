@@ -21,6 +21,8 @@ class Access:
         Longest time from submission to admission in seconds.
     first_s : float or None
         Shortest time from submission to a first token in seconds; None without a token.
+    error : str
+        Code or status of the error that ended a stream after its head; empty without one.
     """
 
     key: str = ""
@@ -30,6 +32,7 @@ class Access:
     n_output: int = 0
     queued_s: float = 0.0
     first_s: float | None = None
+    error: str = ""
 
     def finished(self, completion: Completion) -> None:
         """Add an output."""
@@ -61,6 +64,7 @@ class Access:
             "output_tokens": self.n_output,
             "queued_ms": milliseconds(self.queued_s),
             **first,
+            **({"error": self.error} if self.error else {}),
         }
 
 

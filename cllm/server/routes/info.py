@@ -16,6 +16,7 @@ from cllm.server.bodies.schemas import Body
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import RETRY_AFTER_S, Problem, invalid
 from cllm.server.http.replies import Reply, Writer
+from cllm.server.operation.metrics import Metrics, MetricsOfModels
 from cllm.server.routes.live_feed import frame_of, period_s
 from cllm.server.state import state_of, visible_slots
 
@@ -75,6 +76,7 @@ def _health(request: Request) -> dict[str, Any]:
             "modalities": state.engine.model.modalities,
             "version": __version__,
             "heartbeat_age_s": round(now.heartbeat_age_s, 3),
+            "ping_interval_s": state.config.ping_interval_s,
         }
         if now.reason:
             answer["reason"] = now.reason
@@ -146,13 +148,18 @@ async def props(request: Request) -> dict[str, Any]:
 
 @router.get("/metrics", summary="Prometheus metrics")
 async def metrics(request: Request) -> Response:
-    """Return the metrics in Prometheus' text format.
+    """Return the metrics in Prometheus' text format."""
+    return metrics_answer(request, state_of(request).metrics)
+
+
+def metrics_answer(request: Request, metrics: Metrics | MetricsOfModels) -> Response:
+    """Return metrics in Prometheus' text format.
 
     Those of the clients' keys are added for the general key alone: a client must not see the others.
     """
     state = request.scope["state"]
     keys = None if "key" in state else state.get("keys")
-    text = state_of(request).metrics.text() + (b"" if keys is None else keys.text())
+    text = metrics.text() + (b"" if keys is None else keys.text())
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -174,4 +181,4 @@ async def live(request: Request) -> Response:
                 await state.stopping.wait()
         await writer.close()
 
-    return Reply(produce)
+    return Reply(produce, state.config.ping_interval_s)

@@ -209,10 +209,10 @@ def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: R
     return answer(state, form, open_streams, observation, request_id, is_streamed=bool(body.stream))
 
 
-async def _prompt_text(engine: Engine, given: Prompt, token_ids: Sequence[int]) -> str:
+async def _prompt_text(stream: TokenStream, given: Prompt, token_ids: Sequence[int]) -> str:
     """Return a prompt as text, with `MEDIA_MARKER` in place of each image and recording."""
     if isinstance(given, str) or not any(isinstance(part, Image | Audio) for part in given):
-        return await engine.detokenize(token_ids)
+        return await stream.detokenize(token_ids)
     return "".join(part if isinstance(part, str) else MEDIA_MARKER for part in given)
 
 
@@ -269,12 +269,12 @@ class OutputForm(AnswerForm):
                 raise shutting_down()
         check_in_time(done)
 
-    async def look_up(self, engine: Engine, done: Sequence[Completion]) -> None:
+    async def look_up(self, stream: TokenStream, done: Sequence[Completion]) -> None:
         """See `AnswerForm`."""
         wanted = self._body.response_fields
         if wanted is None or any(path.split("/")[0] == "prompt" for path in wanted):
             self._prompts = [
-                await _prompt_text(engine, given, one.prompt_token_ids)
+                await _prompt_text(stream, given, one.prompt_token_ids)
                 for given, one in zip(self._given, done, strict=True)
             ]
 

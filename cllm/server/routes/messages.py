@@ -300,7 +300,7 @@ class MessageForm(AnswerForm):
 
     def failed(self, problem: Problem) -> Iterator[Event]:
         """See `AnswerForm`."""
-        yield _event("error", error=problem.body["error"])
+        yield _event("error", error=problem.anthropic_body["error"])
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         """See `AnswerForm`."""

@@ -79,6 +79,7 @@ def listed(name: str, started_at: int, **more: Any) -> dict[str, Any]:
         "owned_by": "cllm",
         "type": "model",
         "display_name": name,
+        "lifecycle": "active",
         "created_at": created_at.replace("+00:00", "Z"),
         **more,
     }

@@ -480,7 +480,7 @@ def _usage(completion: Completion) -> dict[str, Any]:
     usage = completion.usage
     return {
         "input_tokens": usage.n_prompt,
-        "input_tokens_details": {"cached_tokens": usage.n_cached},
+        "input_tokens_details": {"cached_tokens": usage.n_cached, "cache_write_tokens": 0},
         "output_tokens": usage.n_output,
         "output_tokens_details": {"reasoning_tokens": usage.n_reasoning},
         "total_tokens": usage.n_prompt + usage.n_output,

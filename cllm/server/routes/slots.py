@@ -37,5 +37,7 @@ async def change(
         raise Problem(
             501, f"action={action} is not supported; instead: {replacement('slot_save_path')}"
         )
+    if "key" in request.scope["state"]:
+        raise Problem(403, "a key of a client erases no cached prefix: others may use it")
     n_erased = await state_of(request).serving.erase_slot(seq_id)
     return {"id_slot": seq_id, "n_erased": n_erased}
