@@ -53,11 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     """Hide the frames of cllm in the traceback of a failed test; `--full-trace` shows them."""
     error = None if call.excinfo is None else call.excinfo.value
-    while error is not None:
+    seen = set[int]()  # causes can form a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if str(frame.f_globals.get("__name__")).partition(".")[0] in HIDDEN:
                 frame.f_globals["__tracebackhide__"] = True
-        error = error.__cause__ or error.__context__
+        error = error.__context__ if error.__cause__ is None else error.__cause__
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class _CutOffError(Exception):
 
 
 class AnswerStream:
-    """Output of one request to a server: an async iterator of `TokenDelta`.  One task of the event loop.
+    """Output of one request to a server: an async iterator of `TokenDelta`.  One task reads it; any task may cancel it.
 
     Use it with `async with`: entering submits the request, and leaving early cancels it.  With `async for`
     alone, the first step submits it, and an early end needs `cancel`.
@@ -90,6 +90,7 @@ class AnswerStream:
         self._is_late = False  # its deadline passed while no server was reachable
         self._is_cancelled = False
         self._reading = anyio.ResourceGuard("reading")
+        self._opening: anyio.CancelScope | None = None  # of a request that waits for its response
 
     async def __aenter__(self) -> Self:
         """Submit the request; raise `RequestError`, `ServerError` or `ClosedError` if no server accepts it."""
@@ -137,7 +138,10 @@ class AnswerStream:
             except CllmError as error:
                 if not self._is_begun:
                     raise
-                await self._fail(error)
+                if self._completion is None:
+                    await self._fail(error)
+            if self._completion is not None:
+                break  # another task has cancelled it
             if self._is_late:
                 return await self._end(TokenDelta("", (), FinishReason.DEADLINE), Account())
             try:
@@ -147,12 +151,15 @@ class AnswerStream:
                 is_last = delta is not None and delta.finish_reason is not None
                 account = account_of(event) if event is not None and is_last else Account()
             except (httpx.TransportError, _CutOffError) as error:
-                await self._move(error)
+                if self._completion is None:
+                    await self._move(error)
                 continue
             except UNLIKE_CLLM as error:
-                await self._fail(unlike_cllm(self._server, error))
-            if event is None:
-                continue  # its time is over
+                if self._completion is None:
+                    await self._fail(unlike_cllm(self._server, error))
+                continue
+            if event is None or self._completion is not None:
+                continue  # its time is over, or another task has cancelled it
             if failure is not None:
                 if failure.status != UNAVAILABLE:
                     await self._fail(failure)
@@ -172,6 +179,7 @@ class AnswerStream:
                 self._answer.add(delta, time.monotonic())
                 return delta
             return await self._end(delta, account)
+        await self._close()
         if self._failure is not None:
             raise self._failure
         if self._is_cancelled:
@@ -194,11 +202,21 @@ class AnswerStream:
         return self._completion
 
     async def cancel(self) -> None:
-        """Cancel the request: the completion has the output so far."""
+        """Cancel the request: the completion has the output so far.  A task that reads it ends."""
         if self._completion is None:
             self._is_cancelled = True
             self._conclude(TokenDelta("", (), FinishReason.CANCELLED), Account())
-        await self._close()
+        if self._opening is not None:
+            self._opening.cancel()
+        try:
+            with self._reading:
+                await self._close()
+        except anyio.BusyResourceError:
+            await self._release()
+
+    async def aclose(self) -> None:
+        """Cancel the request if it has not ended."""
+        await self.cancel()
 
     # --- To the servers ----------------------------------------------------------------------
     async def _open(self) -> None:
@@ -223,7 +241,7 @@ class AnswerStream:
                 return
             body["timeout"] = left_s
         # A server enforces the deadline itself; this limit is needed if no server answers.
-        with anyio.move_on_after(self._left_s()) as scope:
+        with anyio.move_on_after(self._left_s()) as self._opening:
             self._server, self._response = await self._replicas.post(
                 PATH,
                 body,
@@ -233,8 +251,10 @@ class AnswerStream:
                 is_begun=self._is_begun,
                 is_large=self._is_large,
             )
+        if self._completion is not None:  # another task has cancelled it
+            return
         if self._response is None:
-            assert scope.cancelled_caught
+            assert self._opening.cancelled_caught
             self._is_late = True
             return
         self._is_begun = True
@@ -244,11 +264,12 @@ class AnswerStream:
 
     async def _next_event(self) -> dict[str, Any] | None:
         """Return the next event; None after the deadline if the server is silent."""
-        assert self._chunks is not None
+        chunks = self._chunks
+        assert chunks is not None
         with anyio.move_on_after(self._left_s()) as scope:
             while not self._events:
                 try:
-                    self._events += self._reader.feed(await anext(self._chunks))
+                    self._events += self._reader.feed(await anext(chunks))
                 except StopAsyncIteration:
                     raise _CutOffError("the answer ended early") from None
                 except anyio.get_cancelled_exc_class():
@@ -315,11 +336,17 @@ class AnswerStream:
         )
 
     async def _close(self) -> None:
-        response, chunks = self._response, self._chunks
-        self._response = self._chunks = None
-        with anyio.CancelScope(shield=True):
+        chunks, self._chunks = self._chunks, None
+        try:
             if isinstance(chunks, AsyncGenerator):  # or trio warns that it was not closed
-                await chunks.aclose()
-            if response is not None:
-                assert self._server is not None
-                await self._replicas.close(self._server, response)
+                with anyio.CancelScope(shield=True):
+                    await chunks.aclose()
+        finally:
+            await self._release()
+
+    async def _release(self) -> None:
+        """Release the connection, also while another task reads: its read fails."""
+        response, self._response = self._response, None
+        if response is not None:
+            assert self._server is not None
+            await self._replicas.close(self._server, response)

@@ -268,7 +268,9 @@ class AsyncClient(Generates[AnswerStream]):
                 if timeout is not None:
                     left_s = max(0.0, timeout - (time.monotonic() - submitted))
                     body = {**body, "timeout": left_s}
-                url, response = await self._replicas.post(path, body, keys=keys, but=url)
+                url, response = await self._replicas.post(
+                    path, body, keys=keys, but=url, is_large=True
+                )
                 try:
                     told = await response.aread()
                 except httpx.TransportError as error:
@@ -279,11 +281,16 @@ class AsyncClient(Generates[AnswerStream]):
                 finally:
                     await self._replicas.close(url, response)
                 try:
-                    return read(json.loads(told))
+                    # Vectors can have tens of megabytes.
+                    return await anyio.to_thread.run_sync(_read, read, told)
                 except UNLIKE_CLLM as error:
                     raise unlike_cllm(url, error) from None
             raise ServerError(f"cut off {MAX_MOVES + 1} times, at last: {failure!r}")
         raise DeadlineError(f"no server has answered within {timeout:g} s")
+
+
+def _read(read: Callable[[Any], T], told: bytes) -> T:
+    return read(json.loads(told))
 
 
 def _header_of(field: str, value: str) -> str:

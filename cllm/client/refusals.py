@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from cllm.errors import (
@@ -20,6 +21,7 @@ QUEUE_FULL, UNAVAILABLE = 429, 503
 # After these statuses another server, or the same one a little later, may serve the request.
 PASSING = frozenset((QUEUE_FULL, 502, UNAVAILABLE, 504))
 NUMBERS = {"n_prompt": "n_prompt_tokens", "n_ctx": "n_ctx"}  # `PromptTooLongError` from a response
+RETRY_AFTER_MAX_S = 60.0
 FAILED, TIMEOUT, TOO_LONG = "generation_failed", "timeout", "context_length_exceeded"
 
 
@@ -87,7 +89,9 @@ def _problem_in(body: bytes) -> Mapping[str, Any]:
 
 
 def _seconds(headers: Mapping[str, str]) -> float:
+    """Return how long to wait, at most `RETRY_AFTER_MAX_S`: a proxy may demand a day."""
     try:
-        return max(0.0, float(headers.get("retry-after", "1")))
+        seconds = float(headers.get("retry-after", "1"))
     except ValueError:  # a date
         return 1.0
+    return min(max(0.0, seconds), RETRY_AFTER_MAX_S) if isfinite(seconds) else 1.0

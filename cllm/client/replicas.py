@@ -92,7 +92,7 @@ class Replicas:
         is_begun : bool
             True if the request continues an answer: it then waits up to `patience_s` for a full queue.
         is_large : bool
-            True if the body has images: it is encoded in a worker thread.
+            True if the body can be large: it is encoded in a worker thread.
 
         Raises
         ------

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import anyio
 from anyio import from_thread
 from anyio.lowlevel import EventLoopToken, current_token
 
-from cllm import Completion, TokenDelta, TokenStream
+from cllm import Completion, DeadlineError, TokenDelta, TokenStream
+from cllm.engine.loop.loop_thread import interruptible
+from cllm.errors import WrongProcessError
 
 R = TypeVar("R")
 
@@ -25,26 +28,12 @@ class SyncStream:
         self._caller = caller
 
     def __iter__(self) -> Iterator[TokenDelta]:
-        while True:
-            try:
-                delta = self._caller.run(self._next)
-            except _EndedError:
-                return
+        while (delta := self._caller.run(lambda: anext(self._stream, None))) is not None:
             yield delta
-
-    async def _next(self) -> TokenDelta:
-        try:
-            return await anext(self._stream)
-        except StopAsyncIteration:
-            raise _EndedError from None
 
     def completion(self) -> Completion:
         """See `TokenStream`."""
         return self._caller.run(self._stream.completion)
-
-
-class _EndedError(Exception):
-    """A stand-in for `StopAsyncIteration`, which cannot leave a coroutine."""
 
 
 class Caller:
@@ -62,15 +51,18 @@ class Caller:
 
     def __init__(self, token: EventLoopToken | None = None) -> None:
         self._token = token
+        self._pid = os.getpid()
         self.remember()
 
     def remember(self) -> None:
         """Remember the running event loop as the engine's, unless one is remembered or none is running."""
         if self._token is None and _is_in_event_loop():
-            self._token = current_token()
+            self._token, self._pid = current_token(), os.getpid()
 
     def run(self, call: Callable[[], Awaitable[R]], instead: str = "the async method") -> R:
         """Run a call in the engine's event loop, and wait for its result.  Any thread without an event loop.
+
+        A wait that is interrupted (Ctrl-C) cancels the call.
 
         Parameters
         ----------
@@ -81,6 +73,8 @@ class Caller:
         ------
         RuntimeError
             An event loop runs in this thread, or the engine's event loop is not known yet.
+        WrongProcessError
+            This is a forked child: the event loop runs in the parent only.
         """
         if _is_in_event_loop():
             raise RuntimeError(
@@ -88,11 +82,22 @@ class Caller:
             )
         if self._token is None:
             raise RuntimeError(f"the engine's event loop is not known yet: await {instead} first")
+        if not self._is_own:
+            raise WrongProcessError("an engine of the parent process cannot be used after a fork")
+        run, leave = interruptible(call)
+        try:
+            return from_thread.run(run, token=self._token)
+        except BaseException:
+            loop: Any = self._token.native_token
+            schedule = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
+            with suppress(RuntimeError):  # it has ended
+                schedule(leave)
+            raise
 
-        async def run() -> R:
-            return await call()
-
-        return from_thread.run(run, token=self._token)
+    @property
+    def _is_own(self) -> bool:
+        """False in a forked child, where the event loop does not run."""
+        return self._pid == os.getpid()
 
     @contextmanager
     def stream(
@@ -107,16 +112,32 @@ class Caller:
         try:
             yield SyncStream(stream, self)
         finally:
-            if not sys.is_finalizing():  # no loop runs any more
+            # Without the event loop, at the end of the program and after a fork, nothing can be closed.
+            if not sys.is_finalizing() and self._is_own:
                 self.run(lambda: stream.__aexit__(None, None, None))
 
 
 def _is_in_event_loop() -> bool:
     try:
         anyio.get_current_task()
-    except anyio.NoEventLoopError:
+    except RuntimeError:  # sniffio's variable is copied to worker threads, and names a loop there
         return False
     return True
+
+
+def name_in(choice: object) -> object:
+    """Return the tool that a `tool_choice` of OpenAI's format names, and any other choice as it is."""
+    if not isinstance(choice, dict):
+        return choice
+    function = choice.get("function", choice)
+    return function.get("name", function.get("type"))
+
+
+def in_time(completion: Completion) -> Completion:
+    """Return a completion; raise `DeadlineError` if its time was over: an output that looks whole is wrong."""
+    if completion.finish_reason == "deadline":
+        raise DeadlineError("the timeout of the request is over")
+    return completion
 
 
 def whole_arguments(text: str) -> dict[str, Any] | None:

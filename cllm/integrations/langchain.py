@@ -9,6 +9,7 @@ The async methods run in the engine's event loop.  Call the synchronous methods 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -16,11 +17,12 @@ from typing import Any
 
 from cllm import Completion, Embedder, Engine, TokenDelta, Usage
 from cllm.errors import extra
-from cllm.integrations.caller import Caller, whole_arguments
+from cllm.integrations.caller import Caller, in_time, name_in, whole_arguments
 
 with extra("langchain"):
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
     from langchain_core.embeddings import Embeddings
+    from langchain_core.exceptions import OutputParserException
     from langchain_core.language_models import BaseChatModel, LanguageModelInput
     from langchain_core.messages import (
         AIMessage,
@@ -34,7 +36,12 @@ with extra("langchain"):
     from langchain_core.messages.tool import tool_call_chunk
     from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-    from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+    from langchain_core.runnables import (
+        Runnable,
+        RunnableGenerator,
+        RunnableMap,
+        RunnablePassthrough,
+    )
     from langchain_core.tools import BaseTool
     from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
     from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
@@ -50,6 +57,8 @@ class CllmChat(BaseChatModel):
     **options
         Options of `Engine.chat`: sampling, `reasoning_effort`, `lora`, `priority`, `timeout`, …  Options of
         a call (`bind`, `ainvoke`) have precedence.
+
+    A call that was cut off is in `invalid_tool_calls`; in a stream its `args` begin with "cut off: ".
     """
 
     model_config: ConfigDict = ConfigDict(arbitrary_types_allowed=True)
@@ -83,7 +92,8 @@ class CllmChat(BaseChatModel):
     ) -> ChatResult:
         self._caller.remember()
         completion = await self.engine.chat(_chat_of(messages), **self._given(stop, kwargs))
-        return ChatResult(generations=[ChatGeneration(message=self._message_of(completion))])
+        message = self._message_of(in_time(completion))
+        return ChatResult(generations=[ChatGeneration(message=message)])
 
     async def _astream(
         self,
@@ -101,7 +111,7 @@ class CllmChat(BaseChatModel):
                     await run_manager.on_llm_new_token(delta.text, chunk=generation)
                 yield generation
             completion = await stream.completion()
-        yield self._last_of(completion)
+        yield self._last_of(in_time(completion))
 
     def _generate(
         self,
@@ -128,7 +138,7 @@ class CllmChat(BaseChatModel):
                     run_manager.on_llm_new_token(delta.text, chunk=generation)
                 yield generation
             completion = stream.completion()
-        yield self._last_of(completion)
+        yield self._last_of(in_time(completion))
 
     def _given(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = {**self.options, **kwargs}
@@ -139,7 +149,6 @@ class CllmChat(BaseChatModel):
         return ChatGenerationChunk(
             message=AIMessageChunk(
                 content="",
-                # Not before its end: LangChain would complete the JSON of a call that is cut off.
                 tool_call_chunks=_chunks_of(completion),
                 usage_metadata=_usage_of(completion.usage),
                 response_metadata=self._metadata_of(completion),
@@ -192,14 +201,12 @@ class CllmChat(BaseChatModel):
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return the model with tools; `tool_choice` True or "any" demands a call, a name demands that tool."""
-        if isinstance(tool_choice, dict):
-            function = tool_choice.get("function", tool_choice)
-            tool_choice = function.get("name", function.get("type"))
+        choice = name_in(tool_choice)
         choices: dict[object, str] = {None: "auto", False: "auto", True: "required"}
         choices |= {"any": "required"}
         return self.bind(
             tools=[convert_to_openai_tool(tool) for tool in tools],
-            tool_choice=choices.get(tool_choice, tool_choice),
+            tool_choice=choices.get(choice, choice),
             **kwargs,
         )
 
@@ -213,7 +220,7 @@ class CllmChat(BaseChatModel):
         """Return a model whose answers fit a schema: objects of a pydantic class, or parsed JSON.
 
         With `include_raw`, an answer is a mapping of `raw`, `parsed` and `parsing_error`.  `method` and
-        `strict` are ignored.
+        `strict` are ignored.  An answer that is no whole JSON is an `OutputParserException`.
         """
         kwargs.pop("method", None)
         kwargs.pop("strict", None)
@@ -221,6 +228,7 @@ class CllmChat(BaseChatModel):
         parser: Runnable[Any, Any] = JsonOutputParser()
         if isinstance(schema, type) and issubclass(schema, BaseModel):
             parser = PydanticOutputParser(pydantic_object=schema)
+        parser = RunnableGenerator(_whole, _whole_async) | parser
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(
@@ -281,6 +289,30 @@ class CllmEmbeddings(Embeddings):
         return self._caller.run(partial(self.aembed_query, text), "aembed_query")
 
 
+def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    """Yield the chunks of an answer; raise an error at its end if it is no JSON, which LangChain would complete."""
+    text = ""
+    for message in messages:
+        text += message.text
+        yield message
+    _check_whole(text)
+
+
+async def _whole_async(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+    text = ""
+    async for message in messages:
+        text += message.text
+        yield message
+    _check_whole(text)
+
+
+def _check_whole(text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError:
+        raise OutputParserException("the answer is no whole JSON", llm_output=text) from None
+
+
 def _chat_of(messages: list[BaseMessage]) -> list[dict[str, Any]]:
     return [said for message in messages for said in _said_in(message)]
 
@@ -319,11 +351,13 @@ def _thought(reasoning: str) -> dict[str, Any]:
 
 
 def _chunks_of(completion: Completion) -> list[Any]:
-    return [
-        tool_call_chunk(name=call.name, args=call.arguments, id=call.id, index=index)
-        for index, call in enumerate(completion.tool_calls)
-        if whole_arguments(call.arguments) is not None
-    ]
+    """Return the calls.  Words precede one that was cut off, or LangChain would complete its JSON."""
+    chunks = list[Any]()
+    for index, call in enumerate(completion.tool_calls):
+        is_whole = whole_arguments(call.arguments) is not None
+        args = call.arguments if is_whole else f"cut off: {call.arguments}"
+        chunks.append(tool_call_chunk(name=call.name, args=args, id=call.id, index=index))
+    return chunks
 
 
 def _usage_of(usage: Usage) -> UsageMetadata:

@@ -19,7 +19,7 @@ from typing import Any
 
 from cllm import Audio, Completion, Embedder, Engine, Image, TokenStream
 from cllm.errors import extra
-from cllm.integrations.caller import Caller, whole_arguments
+from cllm.integrations.caller import Caller, in_time, name_in, whole_arguments
 
 with extra("llama-index"):
     from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
@@ -89,10 +89,13 @@ class CllmLLM(FunctionCallingLLM):
     # --- Chats -------------------------------------------------------------------------------
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """Return the answer to a chat; `raw` is the `Completion`."""
+        """Return the answer to a chat; `raw` has its `usage`, `finish_reason` and `completion`."""
+        return await self._achat(messages, kwargs)
+
+    async def _achat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> ChatResponse:
         self._caller.remember()
-        completion = await self._engine.chat(_chat_of(messages), **{**self.options, **kwargs})
-        return ChatResponse(message=_message_of(completion), raw=completion)
+        completion = await self._engine.chat(_chat_of(messages), **{**self.options, **given})
+        return _response_of(completion)
 
     @llm_chat_callback()
     async def astream_chat(
@@ -110,14 +113,14 @@ class CllmLLM(FunctionCallingLLM):
                     message = _assistant(text, thought, [])
                     yield ChatResponse(message=message, delta=delta.text)
                 completion = await stream.completion()
-            yield ChatResponse(message=_message_of(completion), delta="", raw=completion)
+            yield _response_of(completion, delta="")
 
         return responses()
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Return the answer to a chat, as `achat` does.  Call it in a worker thread."""
-        return self._caller.run(partial(self.achat, messages, **kwargs), "achat")
+        return self._caller.run(partial(self._achat, messages, kwargs), "achat")
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -131,7 +134,7 @@ class CllmLLM(FunctionCallingLLM):
                     text, thought = text + delta.text, thought + delta.reasoning
                     yield ChatResponse(message=_assistant(text, thought, []), delta=delta.text)
                 completion = stream.completion()
-            yield ChatResponse(message=_message_of(completion), delta="", raw=completion)
+            yield _response_of(completion, delta="")
 
         return responses()
 
@@ -141,14 +144,15 @@ class CllmLLM(FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """Return the answer to a prompt; if `formatted`, or without a chat template, its continuation."""
-        if not formatted and self.metadata.is_chat_model:
-            response = await self.achat(
-                [ChatMessage(role=MessageRole.USER, content=prompt)], **kwargs
-            )
-            return CompletionResponse(text=response.message.content or "", raw=response.raw)
+        return await self._acomplete(prompt, formatted, kwargs)
+
+    async def _acomplete(
+        self, prompt: str, formatted: bool, given: dict[str, Any]
+    ) -> CompletionResponse:
         self._caller.remember()
-        completion = await self._engine.generate(prompt, **{**self.options, **kwargs})
-        return CompletionResponse(text=completion.text, raw=completion)
+        async with self._streaming(prompt, formatted, given)() as stream:
+            completion = in_time(await stream.completion())
+        return CompletionResponse(text=completion.text, raw=_raw_of(completion))
 
     @llm_completion_callback()
     async def astream_complete(
@@ -164,13 +168,15 @@ class CllmLLM(FunctionCallingLLM):
                 async for delta in stream:
                     text += delta.text
                     yield CompletionResponse(text=text, delta=delta.text)
+                completion = in_time(await stream.completion())
+            yield CompletionResponse(text=text, delta="", raw=_raw_of(completion))
 
         return responses()
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Return the answer to a prompt, as `acomplete` does.  Call it in a worker thread."""
-        return self._caller.run(partial(self.acomplete, prompt, formatted, **kwargs), "acomplete")
+        return self._caller.run(partial(self._acomplete, prompt, formatted, kwargs), "acomplete")
 
     @llm_completion_callback()
     def stream_complete(
@@ -185,6 +191,8 @@ class CllmLLM(FunctionCallingLLM):
                 for delta in stream:
                     text += delta.text
                     yield CompletionResponse(text=text, delta=delta.text)
+                completion = in_time(stream.completion())
+            yield CompletionResponse(text=text, delta="", raw=_raw_of(completion))
 
         return responses()
 
@@ -213,9 +221,10 @@ class CllmLLM(FunctionCallingLLM):
             if isinstance(user_msg, str):
                 user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
             messages.append(user_msg)
+        choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
         if tools:
             kwargs["tools"] = [tool.metadata.to_openai_tool() for tool in tools]
-            kwargs["tool_choice"] = "required" if tool_required else "auto"
+            kwargs["tool_choice"] = name_in(choice or self.options.get("tool_choice") or "auto")
             kwargs["parallel_tool_calls"] = allow_parallel_tool_calls
         return {"messages": messages, **kwargs}
 
@@ -351,6 +360,23 @@ def _bytes_of(block: ImageBlock | AudioBlock, content: object) -> bytes:
     if not isinstance(content, bytes):
         raise TypeError(f"{type(block).__name__} needs a path or bytes: cllm fetches no addresses")
     return base64.b64decode(content)
+
+
+def _response_of(completion: Completion, **others: str) -> ChatResponse:
+    completion = in_time(completion)
+    return ChatResponse(message=_message_of(completion), raw=_raw_of(completion), **others)
+
+
+def _raw_of(completion: Completion) -> dict[str, Any]:
+    """Return what LlamaIndex's handlers read, with the names of OpenAI's answers, and the completion."""
+    usage = completion.usage
+    counts = {
+        "prompt_tokens": usage.n_prompt,
+        "completion_tokens": usage.n_output,
+        "total_tokens": usage.n_prompt + usage.n_output,
+    }
+    reason = str(completion.finish_reason)
+    return {"usage": counts, "finish_reason": reason, "completion": completion}
 
 
 def _message_of(completion: Completion) -> ChatMessage:

@@ -11,12 +11,11 @@ import asyncio
 import atexit
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import llm
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.lowlevel import current_token
 from llm.parts import (
     AttachmentPart,
@@ -30,6 +29,7 @@ from llm.parts import (
 from pydantic import Field
 
 from cllm import Audio, Completion, Engine, Image, TokenDelta, TokenStream
+from cllm.engine.loop.loop_thread import LoopThread
 from cllm.engine.media_limits import is_audio
 from cllm.hub.cache import cached_models
 from cllm.hub.names import PREFIX
@@ -54,8 +54,7 @@ class Engines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owned = ExitStack()
-        self._portal: BlockingPortal | None = None
+        self._loop: LoopThread | None = None
         self._engines: dict[tuple[object, ...], tuple[Engine, Caller]] = {}
         atexit.register(self.close)
 
@@ -68,23 +67,28 @@ class Engines:
             return self._engines[key]
 
     def _start(self, model: str | None, options: Mapping[str, Any]) -> tuple[Engine, Caller]:
-        if self._portal is None:
-            self._portal = self._owned.enter_context(start_blocking_portal())
+        if self._loop is None:
+            self._loop = LoopThread()
         engine = Engine(model, n_ctx="auto", n_seq_max=4, **options)
-        self._owned.enter_context(self._portal.wrap_async_context_manager(engine))
-        return engine, Caller(self._portal.call(_token))
+        self._loop.wait(engine.start)
+        return engine, Caller(self._loop.wait(_token))
 
-    async def run(self, call: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    async def run(self, call: Callable[[], Awaitable[R]]) -> R:
         """Run a call in the engines' event loop, and return its result in another event loop of asyncio."""
-        assert self._portal is not None
-        return await asyncio.wrap_future(self._portal.start_task_soon(call))
+        assert self._loop is not None
+        return await asyncio.wrap_future(self._loop.begin(call))
 
     def close(self) -> None:
-        """Close all engines and end their thread."""
+        """Close all engines and end their thread; in a forked child, forget them."""
         with self._lock:
-            self._owned.close()
+            loop, self._loop = self._loop, None
+            engines = [engine for engine, _ in self._engines.values()]
             self._engines.clear()
-            self._portal = None
+            if loop is not None and loop.is_own:
+                with ExitStack() as ending:
+                    ending.callback(loop.end)
+                    for engine in engines:
+                        ending.callback(loop.wait, engine.aclose)
 
 
 async def _token() -> Any:
@@ -279,7 +283,7 @@ def _events_of(delta: TokenDelta) -> Iterator[StreamEvent]:
 
 
 def _end(completion: Completion, response: Any) -> Iterator[StreamEvent]:
-    """Add the tool calls and the usage to `response`, and yield the events of the tool calls."""
+    """Add the tool calls, the usage and the finish reason to `response`, and yield the events of the tool calls."""
     for call in completion.tool_calls:
         if (arguments := whole_arguments(call.arguments)) is None:  # cut off
             yield StreamEvent(type="text", chunk=call.arguments)
@@ -291,6 +295,7 @@ def _end(completion: Completion, response: Any) -> Iterator[StreamEvent]:
         yield StreamEvent(type="tool_call_args", chunk=call.arguments, tool_call_id=call.id)
     usage = completion.usage
     details = {"cached_tokens": usage.n_cached} if usage.n_cached else None
+    response.response_json = {"finish_reason": str(completion.finish_reason)}
     response.set_usage(input=usage.n_prompt, output=usage.n_output, details=details)
 
 

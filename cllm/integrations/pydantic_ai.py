@@ -12,10 +12,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from cllm import Audio, Completion, Engine, Image, TokenStream, Usage
-from cllm.errors import DeadlineError, InvalidRequestError, extra
+from cllm.errors import InvalidRequestError, extra
+from cllm.integrations.caller import in_time
 
 with extra("pydantic-ai"):
     from pydantic_ai import RunContext
@@ -38,7 +39,7 @@ with extra("pydantic-ai"):
     )
     from pydantic_ai.models import Model, ModelRequestParameters, StreamedResponse
     from pydantic_ai.profiles import ModelProfileSpec
-    from pydantic_ai.settings import ModelSettings
+    from pydantic_ai.settings import ModelSettingName, ModelSettings, ThinkingLevel
     from pydantic_ai.tools import ToolDefinition
     from pydantic_ai.usage import RequestUsage
 
@@ -57,6 +58,7 @@ PROFILE: ModelProfileSpec = {
     "supports_tools": True,
     "supports_json_schema_output": True,
     "supports_json_object_output": True,
+    "supports_thinking": True,
     # The output is constrained to the schema, so this mode works with any model.
     "default_structured_output_mode": "native",
 }
@@ -74,6 +76,10 @@ class CllmModel(Model):
     **options
         Options of `Engine.chat` that pydantic-ai has no setting for: `lora`, `priority`, `reasoning_effort`, …
     """
+
+    unsupported_settings: ClassVar[frozenset[ModelSettingName]] = frozenset(
+        ("extra_body", "extra_headers", "max_retries", "service_tier")
+    )
 
     def __init__(
         self, engine: Engine, *, settings: ModelSettings | None = None, **options: Any
@@ -107,8 +113,8 @@ class CllmModel(Model):
         TypeError
             A message has other parts than text, images and audio.
         """
-        chat, options, _ = self._call(messages, model_settings, model_request_parameters)
-        completion = _in_time(await self._engine.chat(chat, **options))
+        chat, options, _ = await self._call(messages, model_settings, model_request_parameters)
+        completion = in_time(await self._engine.chat(chat, **options))
         return ModelResponse(
             parts=_parts_of(completion),
             usage=_usage_of(completion.usage),
@@ -126,11 +132,13 @@ class CllmModel(Model):
         run_context: RunContext[Any] | None = None,
     ) -> AsyncGenerator[StreamedResponse]:
         """Yield a streamed answer, and close its stream after the block.  Raises the errors of `request`."""
-        chat, options, parameters = self._call(messages, model_settings, model_request_parameters)
+        chat, options, parameters = await self._call(
+            messages, model_settings, model_request_parameters
+        )
         async with self._engine.stream_chat(chat, **options) as stream:
             yield CllmStreamedResponse(parameters, stream, self.model_name)
 
-    def _call(
+    async def _call(
         self,
         messages: list[ModelMessage],
         settings: ModelSettings | None,
@@ -145,10 +153,11 @@ class CllmModel(Model):
         if "logit_bias" in options:
             options["logit_bias"] = dict(map(_bias, options["logit_bias"].items()))
         timeout = (settings or {}).get("timeout")
-        if isinstance(timeout, int | float):
-            options["timeout"] = float(timeout)
+        if timeout is not None and not hasattr(timeout, "connect"):  # of HTTP connections
+            options["timeout"] = timeout
+        options |= await self._effort(parameters.thinking)
         choice = (settings or {}).get("tool_choice")
-        functions, outputs = parameters.function_tools, parameters.output_tools
+        functions, outputs = parameters.declared_function_tools, parameters.output_tools
         names = getattr(choice, "function_tools", choice)  # of a `ToolOrOutput`
         if choice in ("none", []):
             functions = []
@@ -169,6 +178,15 @@ class CllmModel(Model):
             text = "\n\n".join(part.content for part in instructions)
             chat = _with_system(chat, text)
         return chat, options, parameters
+
+    async def _effort(self, thinking: ThinkingLevel | None) -> dict[str, str]:
+        """Return the option of `Engine.chat` for the setting `thinking`, if the chat template uses it."""
+        abilities = None if thinking is None else await self._engine.template_abilities()
+        if abilities is None or not (abilities.thinking_switch or abilities.reasoning_effort):
+            return {}
+        default = self._options.get("reasoning_effort", "medium")
+        levels: dict[ThinkingLevel | None, str] = {False: "none", True: default}
+        return {"reasoning_effort": levels.get(thinking) or str(thinking)}
 
 
 @dataclass
@@ -198,9 +216,13 @@ class CllmStreamedResponse(StreamedResponse):
                     tool_call_id=call.id,
                 ):
                     yield event
-        completion = _in_time(await self.stream.completion())
+        completion = in_time(await self.stream.completion())
         self._usage = _usage_of(completion.usage)
         self.finish_reason = FINISH_REASONS[completion.finish_reason]
+
+    async def close_stream(self) -> None:
+        """Cancel the request; the events end."""
+        await self.stream.cancel()
 
     @property
     def model_name(self) -> str:
@@ -300,13 +322,6 @@ def _bias(given: tuple[object, Any]) -> tuple[int, float]:
     except (TypeError, ValueError):
         limit = "token ids with numbers"
         raise InvalidRequestError("logit_bias", {given[0]: given[1]}, limit) from None
-
-
-def _in_time(completion: Completion) -> Completion:
-    """Return a completion; raise `DeadlineError` if its time was over: an output that looks whole is wrong."""
-    if completion.finish_reason == "deadline":
-        raise DeadlineError("the timeout of the request is over")
-    return completion
 
 
 def _with_system(chat: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import cast
+from typing import Any, cast
 
 import anyio
 
@@ -77,18 +77,17 @@ def make_calls(
         params = SamplingParams(**sampling)
     elif sampling:
         raise TypeError("params cannot be combined with single sampling fields")
-    # A wrong prompt is the call's own failure.
-    return [
-        Call(
-            engine,
-            p,
-            p if isinstance(p, str) else cast(PromptKey, tuple(p)),
-            params,
-            priority,
-            timeout,
-        )
-        for p in prompts
-    ]
+    return [Call(engine, p, _key_of(p), params, priority, timeout) for p in prompts]
+
+
+def _key_of(prompt: object) -> PromptKey:
+    """Return the key of a prompt in the records, also of a wrong one: that is the call's own failure."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return cast(PromptKey, tuple(cast(Iterable[Any], prompt)))
+    except TypeError:
+        return repr(prompt)
 
 
 async def run_at_once(calls: Sequence[Call]) -> Records:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import MappingProxyType
 from typing import Any, overload
 
 from cllm import Engine, FinishReason, Timings, Usage
@@ -133,7 +132,7 @@ class Records(Sequence[RequestRecord]):
         total = [r.total_s for r in records if r.is_by_itself]
         return LoadSummary(
             n_requests=len(records),
-            n_finished=MappingProxyType({reason: reasons[reason] for reason in FinishReason}),
+            n_finished={reason: reasons[reason] for reason in FinishReason},
             n_refused=reasons[None],
             n_errors=sum(r.error is not None and r.finish_reason is not None for r in records),
             n_output_tokens=n_tokens,

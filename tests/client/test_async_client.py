@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -37,6 +38,7 @@ from cllm import (
 )
 from cllm.client import AnswerStream, AsyncClient, ServerError, async_client, replicas
 from cllm.client.events import EventReader, delta_of, object_of
+from cllm.client.refusals import refusal_of
 from cllm.client.replicas import Replicas
 from cllm.testing.fake_server import FakeServer, fake_server
 from tests.client.cutting_proxy import cutting
@@ -151,6 +153,60 @@ async def test_a_request_that_is_left_is_cancelled(exact: Server) -> None:
         with pytest.raises(ClosedError, match="closed before its end"):
             await anext(stream)
     await wait_for(lambda: exact.metrics()["cllm_kv_cells_used"] == 0, "its cells are free")
+
+
+def test_a_client_and_its_streams_may_be_made_before_an_event_loop_runs() -> None:
+    assert AsyncClient("http://127.0.0.1:1").stream("a").request_id
+
+
+HI = {"text": "Hi"}
+HELD = {"times": 1, "text": "0123456789"}
+
+
+@pytest.mark.parametrize(
+    "n_read",
+    [
+        pytest.param(0, marks=pytest.mark.cllm_server([{**HELD, "first_token_s": 600}, HI])),
+        pytest.param(1, marks=pytest.mark.cllm_server([{**HELD, "token_s": 0.1}, HI])),
+    ],
+)
+async def test_another_task_ends_a_stream_that_a_reader_waits_for(
+    n_read: int, cllm_server: FakeServer
+) -> None:
+    errors, read_so_far = list[Exception](), list[TokenDelta]()
+    async with AsyncClient(cllm_server.url) as client:
+
+        async def read(stream: AnswerStream) -> None:
+            try:
+                async for delta in stream:
+                    read_so_far.append(delta)
+            except ClosedError as error:
+                errors.append(error)
+
+        with anyio.fail_after(60):
+            async with (
+                contextlib.aclosing(client.stream("a")) as stream,
+                anyio.create_task_group() as tasks,
+            ):
+                tasks.start_soon(read, stream)
+                while not cllm_server.asked or len(read_so_far) < n_read:
+                    await anyio.sleep(0)
+                await anyio.wait_all_tasks_blocked()
+                await stream.cancel()
+            assert (await stream.completion()).finish_reason is FinishReason.CANCELLED
+        assert [str(error) for error in errors] == ["the stream was closed before its end"]
+        assert set(client._replicas._n_open.values()) == {0}
+        assert (await client.generate("b")).text == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [("1e999", 1.0), ("nan", 1.0), ("86400", 60.0), ("-5", 0.0), ("0.5", 0.5), ("Fri", 1.0)],
+)
+def test_a_wait_that_a_server_demands_is_bounded(told: str, seconds: float) -> None:
+    error = refusal_of(429, {"retry-after": told}, b"{}")
+    assert isinstance(error, QueueFullError)
+    assert error.retry_after_s == seconds
 
 
 async def test_a_deadline_ends_it_as_it_ends_an_engines(exact: Server) -> None:

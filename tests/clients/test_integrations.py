@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anyio.to_thread
@@ -18,6 +19,7 @@ for module in ("langchain_core", "llama_index.core", "llm", "pydantic_ai"):
 
 import llm
 import pydantic_ai
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -25,6 +27,7 @@ from langchain_core.tools import tool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import AudioBlock, ChatMessage, ImageBlock, TextBlock
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -271,6 +274,8 @@ def test_no_library_runs_a_call_that_was_cut_off() -> None:
             total = total + chunk  # type: ignore[assignment]
         assert whole.tool_calls == total.tool_calls == []  # type: ignore[attr-defined]
         assert len(whole.invalid_tool_calls) == 1
+        (cut,) = total.invalid_tool_calls  # type: ignore[attr-defined]
+        assert cut["name"] == "get_weather"
         model = CllmLLM(engine, max_tokens=380)
         for streaming in (False, True):
             agent = FunctionAgent(
@@ -280,6 +285,143 @@ def test_no_library_runs_a_call_that_was_cut_off() -> None:
         assert ran == []
 
     with_engine(check)
+
+
+def test_langchain_takes_no_half_of_an_object_for_a_whole_one() -> None:
+    async def check(engine: FakeEngine) -> None:
+        for schema in (City, City.model_json_schema()):
+            model = CllmChat(engine=engine, max_tokens=12).with_structured_output(schema)
+            with pytest.raises(OutputParserException, match="no whole JSON"):
+                await model.ainvoke("JSON")
+            with pytest.raises(OutputParserException, match="no whole JSON"):
+                async for _ in model.astream("JSON"):
+                    pass
+            whole = CllmChat(engine=engine).with_structured_output(schema)
+            seen = [chunk async for chunk in whole.astream("JSON")]
+            assert seen[-1] in (City(name="Paris"), {"name": "Paris"})
+        raw = CllmChat(engine=engine, max_tokens=12).with_structured_output(City, include_raw=True)
+        told = await raw.ainvoke("JSON")
+        assert told["parsed"] is None
+        assert isinstance(told["parsing_error"], OutputParserException)
+
+    with_engine(check)
+
+
+def test_no_library_takes_an_answer_whose_time_was_over_for_a_whole_one() -> None:
+    async def check(engine: FakeEngine) -> None:
+        options: dict[str, Any] = {"timeout": 0.0}
+        chat, llama = CllmChat(engine=engine, **options), CllmLLM(engine, **options)
+        agent = pydantic_ai.Agent(CllmModel(engine, settings={"timeout": 0.0}))
+
+        async def stream(responses: Any) -> None:
+            async for _ in responses:
+                pass
+
+        calls: list[Callable[[], Any]] = [
+            lambda: chat.ainvoke("Hi"), lambda: stream(chat.astream("Hi")),
+            lambda: llama.achat([ChatMessage("Hi")]), lambda: llama.acomplete("Hi"),
+            lambda: agent.run("Hi"),
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(DeadlineError):
+                await call()
+        for begin in (llama.astream_chat([ChatMessage("Hi")]), llama.astream_complete("Hi")):
+            with pytest.raises(DeadlineError):
+                await stream(await begin)
+
+    with_engine(check)
+
+
+def test_llama_index_counts_each_request_and_its_tokens_once() -> None:
+    async def check(engine: FakeEngine) -> None:
+        counter = TokenCountingHandler(tokenizer=list)
+        model = CllmLLM(engine, temperature=0)
+        model.callback_manager = CallbackManager([counter])
+        n_output = len("Hello there") + 1
+        calls: list[Callable[[], Any]] = [
+            lambda: model.achat([ChatMessage("Hi")]), lambda: model.acomplete("Hi"),
+            lambda: anyio.to_thread.run_sync(model.chat, [ChatMessage("Hi")]),
+            lambda: anyio.to_thread.run_sync(model.complete, "Hi"),
+        ]  # fmt: skip
+        for n, call in enumerate(calls, 1):
+            response = await call()
+            assert response.raw["usage"]["completion_tokens"] == n_output
+            assert response.raw["finish_reason"] == "stop"
+            assert len(counter.llm_token_counts) == n
+            assert counter.completion_llm_token_count == n * n_output
+        for begin in (model.astream_chat([ChatMessage("Hi")]), model.astream_complete("Hi")):
+            last = [response async for response in await begin][-1]
+            assert last.raw["completion"].text == "Hello there"
+
+    with_engine(check)
+
+
+def test_llama_index_lets_its_caller_choose_the_tool() -> None:
+    async def check(engine: FakeEngine) -> None:
+        weather = FunctionTool.from_defaults(get_weather)
+        chosen = list[object]()
+        chat = engine.chat
+
+        async def noting(*given: Any, **options: Any) -> Any:
+            chosen.append(options.get("tool_choice"))
+            return await chat(*given, **options)
+
+        engine.chat = noting  # type: ignore[method-assign]
+        model = CllmLLM(engine, temperature=0)
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        for options in (
+            {}, {"tool_required": True}, {"tool_choice": "none"}, {"tool_choice": named},
+        ):  # fmt: skip
+            await model.achat_with_tools([weather], "What is the weather in Paris?", **options)
+        model = CllmLLM(engine, temperature=0, tool_choice="none")
+        for options in ({}, {"tool_required": True}):
+            await model.achat_with_tools([weather], "What is the weather in Paris?", **options)
+        assert chosen == ["auto", "required", "none", "get_weather", "none", "required"]
+
+    with_engine(check, n_ctx=8192)
+
+
+def test_pydantic_ai_thinks_cancels_and_shows_tools_as_it_is_told() -> None:
+    async def check(engine: FakeEngine) -> None:
+        given = list[dict[str, Any]]()
+        chat = engine.chat
+
+        async def noting(messages: Any, **options: Any) -> Any:
+            given.append(options)
+            return await chat(messages, **{**options, "reasoning_effort": None})
+
+        abilities = SimpleNamespace(thinking_switch=True, reasoning_effort=False)
+
+        async def template_abilities() -> Any:
+            return abilities
+
+        engine.chat, engine.template_abilities = noting, template_abilities  # type: ignore[method-assign]
+        model = CllmModel(engine)
+        for thinks, thinking, effort in (
+            (True, "low", "low"), (True, False, "none"), (True, True, "medium"), (False, "low", None),
+        ):  # fmt: skip
+            abilities.thinking_switch = thinks
+            await pydantic_ai.Agent(model, model_settings={"thinking": thinking}).run("Hi")
+            assert given[-1].get("reasoning_effort") == effort
+        tools = [
+            pydantic_ai.Tool(get_weather, defer_loading=True),
+            pydantic_ai.Tool(get_weather, name="other"),
+        ]
+        await pydantic_ai.Agent(model, tools=tools).run("Hi")
+        names = [each["function"]["name"] for each in given[-1]["tools"]]
+        assert "get_weather" not in names
+        assert "other" in names
+        engine.decoder.latency_s = 0.01
+        async with pydantic_ai.Agent(model).run_stream("Hi") as result:
+            async for _ in result.stream_text(debounce_by=None):
+                await result.cancel()
+                break
+        assert result.response.state == "interrupted"
+        settings: Any = {"timeout": object()}
+        with pytest.raises(InvalidRequestError, match="timeout"):
+            await pydantic_ai.Agent(model, model_settings=settings).run("Hi")
+
+    with_engine(check, n_ctx=8192)
 
 
 def test_a_thought_is_in_the_prompt_of_the_next_turn_of_langchain() -> None:
@@ -384,9 +526,11 @@ def test_llm_prompts_converses_and_calls_tools() -> None:
     assert len(list(told)) > 5
     assert told.text() == "Hello there"
     assert told.usage().output == len("Hello there") + 1
+    assert told.response_json == {"finish_reason": "stop"}
     cut = model.prompt("half a call", tools=[get_weather], max_tokens=380)
     assert cut.text().startswith('{"city": "xxx')
     assert cut.tool_calls() == []
+    assert cut.response_json == {"finish_reason": "length"}
     assert model.prompt("JSON", schema=City).text() == '{"name": "Paris"}'
     chain = model.chain("What is the weather in Paris?", tools=[get_weather])
     assert chain.text() == SAID

@@ -257,3 +257,11 @@ def test_the_command_serves_rules_of_a_file_and_says_what_is_wrong_with_one(tmp_
             assert (refused.status_code, refused.json()["error"]["message"]) == (503, "too early")
             assert client.get("/health").json()["model"] == "fake"
         assert "rules.yaml at http" in server.log
+
+
+@pytest.mark.anyio
+async def test_a_server_may_be_started_from_any_event_loop() -> None:
+    with fake_server([{"text": "Hi"}]) as server:
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(f"{server.url}/generate", json={"prompt": "?"})
+    assert answer.json()["text"] == "Hi"

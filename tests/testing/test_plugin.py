@@ -322,3 +322,18 @@ def test_an_engine_that_is_stuck_in_a_decode_is_closed(
 def test_a_suite_that_uses_no_engine_does_not_import_cllm(suite: pytest.Pytester) -> None:
     source = "import sys\ndef test_theirs(): assert 'cllm' not in sys.modules"
     check(run(suite, source, in_own_process=True), passed=1)
+
+
+def test_a_failed_test_whose_errors_cause_each_other_is_reported(suite: pytest.Pytester) -> None:
+    source = """
+def test_it():
+    try:
+        raise KeyError("a")
+    except KeyError as first:
+        try:
+            raise ValueError("b")
+        except ValueError as second:
+            other = second
+        raise first from other
+"""
+    check(run(suite, source, in_own_process=True), failed=1)

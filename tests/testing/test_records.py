@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +62,12 @@ def refused(number: int = 0) -> RequestRecord:
 
 
 # --- Summaries ------------------------------------------------------------------------------------
+def test_a_summary_can_be_copied_and_sent_to_another_process() -> None:
+    summary = Records([record(0), record(1)]).summary()
+    assert pickle.loads(pickle.dumps(summary)) == summary
+    assert dataclasses.asdict(summary)["n_finished"] == summary.n_finished
+
+
 def test_a_summary_counts_and_measures_what_ran() -> None:
     cancelled = record(2, finish_reason=FinishReason.CANCELLED, token_ids=(1,), first_token_s=2.03)
     summary = Records([record(0), record(1), cancelled, refused(9)]).summary()
