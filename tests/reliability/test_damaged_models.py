@@ -20,7 +20,7 @@ def verdicts() -> list[list[Verdict]]:
     return examine(members(N_BY_DEFAULT))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_damaged_file_harms_nobody(verdicts: list[list[Verdict]]) -> None:
     assert findings(verdicts) == []
 

@@ -84,6 +84,8 @@ class Metrics:
             ("status",),
             registry=self._registry,
         )
+        for status in ("500", "503"):  # a rate needs a value before the first error
+            self._cut_off.labels(status)
 
     def watch(self, statistics: Callable[[], EngineStatistics] | None) -> None:
         """Report these statistics from now on; None reports none."""
