@@ -851,15 +851,10 @@ def _n_steps(pattern: str, n_characters: int) -> float:
     return float((n_characters + 1) ** (1 + n_lengths) * 2**n_choices)
 
 
-def is_slow(pattern: str, text: str) -> bool:
-    """Return True if the search for a pattern in a text could be slow."""
-    return _n_steps(pattern, len(text)) > N_STEPS_MAX
-
-
 @lru_cache(maxsize=4096)
 def searches(pattern: str, text: str) -> bool:
     """Return True if a pattern is found in a text; False too if the search could be slow or is invalid."""
-    if is_slow(pattern, text):
+    if _n_steps(pattern, len(text)) > N_STEPS_MAX:
         return False
     try:
         return re.search(pattern, text) is not None
