@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from cllm.checks import MAX_TEMPLATE_BYTES, check_bool
 from cllm.engine.chat.control_tokens import ControlTokens, Guard, Piece
@@ -25,6 +25,8 @@ RENDER_S = 2.0
 MEMORY_BYTES = 512 << 20
 MODULE = "cllm.engine.chat.template_child"
 
+T = TypeVar("T")
+
 
 def template_child() -> JsonChild:
     """Return the child process that renders templates; the first rendering starts it."""
@@ -33,6 +35,22 @@ def template_child() -> JsonChild:
 
 class TemplateLimitError(InvalidRequestError):
     """A template needs more time or memory than it may have; on a busy machine the next try may succeed."""
+
+
+def unless_rejected(render: Callable[[], T]) -> T | None:
+    """Return what `render` returns; None if the template rejects the messages.
+
+    Raises
+    ------
+    TemplateLimitError
+        The template needed too much time or memory, which says nothing about the messages.
+    """
+    try:
+        return render()
+    except TemplateLimitError:
+        raise
+    except InvalidRequestError:
+        return None
 
 
 class ChatTemplate:

@@ -11,12 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from cllm.engine.chat.call_grammar import CallGrammar, RoutedCallGrammar
 from cllm.engine.chat.chat_prompt import TOOL_CHOICES, ChatPrompt
-from cllm.engine.chat.chat_template import ChatTemplate, TemplateLimitError, template_child
+from cllm.engine.chat.chat_template import (
+    ChatTemplate,
+    TemplateLimitError,
+    template_child,
+    unless_rejected,
+)
 from cllm.engine.chat.control_tokens import Piece, tokens_of
 from cllm.engine.chat.conversation import mended, mended_tools, plain_tools
 from cllm.engine.chat.format_detection import QUESTION, detect_format
@@ -265,13 +270,9 @@ class _KnownTemplate:
             "functions": ([], {"functions": "[]", "datetime": ""}),
         }
         for name, (tools, kwargs) in ways.items():
-            try:
-                self._template.render_checked([QUESTION], tools, True, kwargs)
-            except TemplateLimitError:
-                raise
-            except InvalidRequestError:
-                continue
-            return name
+            render = partial(self._template.render_checked, [QUESTION], tools, True, kwargs)
+            if unless_rejected(render) is not None:
+                return name
         return ""
 
     def render(self, prompt: ChatPrompt) -> RenderedChat:

@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from cllm.engine.chat.call_syntax import CallSyntax, JsonCalls, NamedCalls, TaggedCalls
-from cllm.engine.chat.chat_template import TemplateLimitError
+from cllm.engine.chat.chat_template import unless_rejected
 from cllm.engine.chat.named_formats import DEFAULT_CALLS, named_format
 from cllm.engine.chat.output_format import OutputFormat
-from cllm.errors import InvalidRequestError
 
 # Function that renders messages with tools (or None), with or without the beginning of an answer.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
@@ -109,11 +108,8 @@ class _Detection:
 
     def _try(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         """Return the rendered text after the question; "" if the template rejects the messages."""
-        try:
-            text = self._render(messages, [TOOL], add_generation_prompt)
-        except TemplateLimitError:
-            raise
-        except InvalidRequestError:
+        text = unless_rejected(lambda: self._render(messages, [TOOL], add_generation_prompt))
+        if text is None:
             return ""
         return text[text.rfind(QUESTION["content"]) + len(QUESTION["content"]) :]
 

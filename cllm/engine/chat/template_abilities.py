@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cllm.engine.chat.chat_template import TemplateLimitError
+from cllm.engine.chat.chat_template import unless_rejected
 from cllm.engine.chat.format_detection import (
     IDS,
     KEY,
@@ -20,7 +19,6 @@ from cllm.engine.chat.format_detection import (
     call,
     turn,
 )
-from cllm.errors import InvalidRequestError
 
 INSTRUCTION, RESULT = "PROBE-INSTRUCTION", "PROBE-RESULT"
 MORE, SAID, LATER = "PROBE-MORE", "PROBE-SAID", "PROBE-LATER"
@@ -92,10 +90,12 @@ def find_abilities(source: str, render: RenderProbe, *, thinking: bool) -> Templ
     """Return the abilities of a template, found by rendering test messages."""
 
     def shows(text: str, *messages: dict[str, Any], tools: bool = True) -> bool:
-        return text in _rendered(lambda: render(list(messages), [TOOL] if tools else None, False))
+        offered = [TOOL] if tools else None
+        rendered = unless_rejected(lambda: render(list(messages), offered, False))
+        return text in (rendered or "")
 
     def with_kwargs(**kwargs: object) -> str:
-        return _rendered(lambda: render([QUESTION], None, True, **kwargs))
+        return unless_rejected(lambda: render([QUESTION], None, True, **kwargs)) or ""
 
     def with_id(message: dict[str, Any], call_id: str) -> dict[str, Any]:
         return {**message, "tool_calls": [{**message["tool_calls"][0], "id": call_id}]}
@@ -145,12 +145,3 @@ def _thought() -> dict[str, str]:
 def _with_text(tool_call: dict[str, Any]) -> dict[str, Any]:
     function = tool_call["function"]
     return {**tool_call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
-
-
-def _rendered(render: Callable[[], str]) -> str:
-    try:
-        return render()
-    except TemplateLimitError:
-        raise
-    except InvalidRequestError:
-        return ""
