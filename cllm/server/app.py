@@ -20,7 +20,7 @@ from cllm.server.http.api_keys import KeyRing
 from cllm.server.http.limits import STATIC_URL, HeadAsGet, Limits, OtherPaths
 from cllm.server.http.problems import RESPONSES, FaultsAnswered, Problem, answer_problem
 from cllm.server.operation.access import AccessLog
-from cllm.server.operation.metrics import AnswerCounter
+from cllm.server.operation.metrics import AnswerCounter, Metrics
 from cllm.server.routes import (
     embeddings,
     generate,
@@ -131,18 +131,14 @@ def create_app(
     if config.page:
         add_page(app)
     _build(app)
-    for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(error, answer_problem)
-    app.add_middleware(FaultsAnswered)
+    answer_errors(app)
     if task is not None:
         app.add_middleware(MountedStart, task=task)
     if is_guarded:
         add_guards(app, config, state.n_body_bytes_max)
-    app.add_middleware(AnswerCounter, metrics=state.metrics)
-    app.add_middleware(HeadAsGet)
     known = frozenset(route.path for each in routes for route in each.router.routes)
     app.state.known_paths = known
-    app.add_middleware(OtherPaths, known=known)
+    add_outermost(app, state.metrics, known)
     return app
 
 
@@ -156,6 +152,28 @@ def _build(app: FastAPI) -> None:
     nowhere = {"type": "http", "method": "GET", "path": "", "root_path": "", "headers": []}
     for route in app.routes:
         route.matches(dict(nowhere))
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Answer the errors of an application in the form of its clients; the first middleware to be added."""
+    for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(error, answer_problem)
+    app.add_middleware(FaultsAnswered)
+
+
+def add_outermost(app: FastAPI, metrics: Metrics, known: frozenset[str]) -> None:
+    """Add the middleware that sees all requests and answers, rejections included; the last to be added.
+
+    Parameters
+    ----------
+    metrics : Metrics
+        Counts the answers.
+    known : frozenset of str
+        Paths of the routes.
+    """
+    app.add_middleware(AnswerCounter, metrics=metrics)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(OtherPaths, known=known)
 
 
 def add_guards(

@@ -9,30 +9,21 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
-from cllm import CllmError, Engine, EngineConfig, ModelInfo, __version__
-from cllm.server.app import add_guards
+from cllm import Engine, EngineConfig, ModelInfo, __version__
+from cllm.server.app import add_guards, add_outermost, answer_errors
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import make_engine
 from cllm.server.http.body import SafeRoute, parsed
-from cllm.server.http.limits import ADMIN_PATHS, HeadAsGet, OtherPaths, is_open
-from cllm.server.http.problems import (
-    FaultsAnswered,
-    Problem,
-    answer_problem,
-    problem_of,
-    route_path,
-    unavailable,
-)
+from cllm.server.http.limits import ADMIN_PATHS, is_open
+from cllm.server.http.problems import Problem, problem_of, route_path, unavailable
 from cllm.server.model_pool import ModelPool, PooledModel
-from cllm.server.operation.metrics import AnswerCounter, MetricsOfModels
+from cllm.server.operation.metrics import MetricsOfModels
 from cllm.server.routes import ollama
 from cllm.server.routes.info import LATEST, metrics_answer
 from cllm.server.routes.openai import architecture_of, listed, model_list
@@ -132,13 +123,9 @@ def create_models_app(
         return JSONResponse(answer)
 
     app.mount("", _Front(pool))
-    for error in (CllmError, Problem, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(error, answer_problem)
-    app.add_middleware(FaultsAnswered)
+    answer_errors(app)
     add_guards(app, config)
-    app.add_middleware(AnswerCounter, metrics=pool.metrics)
-    app.add_middleware(HeadAsGet)
-    app.add_middleware(OtherPaths, known=pool.default.app.state.known_paths)
+    add_outermost(app, pool.metrics, pool.default.app.state.known_paths)
     return app
 
 
