@@ -76,6 +76,20 @@ def our_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("cllm")]
 
 
+def n_threads() -> int:
+    """Return the number of threads of this process, those of libraries too, but for worker threads of event loops.
+
+    How many worker threads an event loop has depends on what ran at the same moment, and idle ones stay
+    for some seconds.
+    """
+    while True:
+        threads = threading.enumerate()
+        n_all = len([*Path("/proc/self/task").iterdir()])
+        if threads == threading.enumerate():  # no worker has begun or ended meanwhile
+            break
+    return n_all - sum(t.name.startswith(("AnyIO worker", "Trio thread")) for t in threads)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """One option of the suite."""
     parser.addoption(

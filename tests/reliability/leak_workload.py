@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.measure import malloc_mib
 from cllm import Engine, FinishReason, Image
 from cllm.errors import InvalidRequestError
-from tests.conftest import QUIET
+from tests.conftest import QUIET, n_threads
 
 OPTIONS: dict[str, Any] = {
     "n_ctx": 256, "n_seq_max": 4, "prefix_cache_bytes": 2**20, **QUIET
@@ -91,7 +91,7 @@ class Reading:
             sys.getallocatedblocks(),
             len(gc.get_objects()),
             len([*Path("/proc/self/fd").iterdir()]),
-            len([*Path("/proc/self/task").iterdir()]),
+            n_threads(),
         )
 
 
