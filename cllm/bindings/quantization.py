@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 from pathlib import Path
 
 from cllm.bindings import _llama_h as h
@@ -19,7 +20,7 @@ def quantize(source: str | Path, target: str | Path, file_type: str, *, n_thread
     Parameters
     ----------
     source, target : str or Path
-        GGUF files; `target` is overwritten.
+        GGUF files; `target` is replaced once it is complete.
     file_type : str
         F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_1, Q5_0, Q4_K_M, Q4_K_S, Q4_1, Q4_0, Q3_K_M or Q2_K.  Some
         tensors get more bits, as with llama-quantize.
@@ -28,7 +29,8 @@ def quantize(source: str | Path, target: str | Path, file_type: str, *, n_thread
     Raises
     ------
     InvalidArgumentError
-        `file_type` is unknown, or `n_threads` is not 1 to 512.
+        `file_type` is unknown, `n_threads` is not 1 to 512, or `target` is the source (llama.cpp would write to
+        the file that it reads), or no path of a file.
     ModelLoadError
         `source` is missing or is not a GGUF file.
     LlamaCallError
@@ -41,12 +43,33 @@ def quantize(source: str | Path, target: str | Path, file_type: str, *, n_thread
     if file_type not in h.FileType.__members__:
         raise InvalidArgumentError("file_type", file_type, ", ".join(h.FileType.__members__))
     check_model_file(str(source))
+    replaced = _checked_target(source, target)
     lib = library()
     params = lib.llama_model_quantize_default_params()
     params.ftype = h.FileType[file_type]
     params.nthread = check_int("n_threads", n_threads, 1, MAX_THREADS)
-    forward_log()
-    code = lib.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
-    reason = forward_log()
+    with tempfile.TemporaryDirectory(dir=replaced.parent, prefix=".cllm-") as directory:
+        written = Path(directory) / replaced.name
+        forward_log()
+        code = lib.llama_model_quantize(
+            os.fsencode(source), os.fsencode(written), ctypes.byref(params)
+        )
+        reason = forward_log()
+        if code == 0:
+            written.replace(replaced)
     if code != 0:
         raise LlamaCallError("llama_model_quantize", int(code), reason or "no reason given")
+
+
+def _checked_target(source: str | Path, target: str | Path) -> Path:
+    """Return the file that is replaced, which a link may lead to."""
+    if "\0" in str(target):
+        raise InvalidArgumentError("target", str(target), "a path without a NUL character")
+    replaced = Path(target).resolve()
+    if replaced.exists() and not replaced.is_file():
+        raise InvalidArgumentError("target", str(target), "the path of a regular file")
+    if not replaced.parent.is_dir():
+        raise InvalidArgumentError("target", str(target), "in a directory that exists")
+    if replaced.exists() and replaced.samefile(source):
+        raise InvalidArgumentError("target", str(target), "another file than the source")
+    return replaced
