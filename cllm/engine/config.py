@@ -386,7 +386,7 @@ class EngineConfig:
         generates.
     mmproj : str or Path, optional
         The projector for images or audio: a file, hf:USER/REPO/FILE, or auto, the one of the
-        model's folder or repository.  With "auto" there may be none: the file is `mmproj*.gguf`.  Both are
+        model's folder or repository.  With "auto" there may be none: the file is `*mmproj*.gguf`.  Both are
         encoded in a thread of their own, in turns with the decodes.
     mmproj_offload : bool
         Encode images and audio on a GPU, if there is one.

@@ -13,6 +13,7 @@ from cllm.hub.names import ModelName, choose_files, choose_projector, models_of,
 
 REPO = "models--"  # beginning of a repository's directory: `models--user--name`
 INCOMPLETE = ".incomplete"
+ANEW = ".anew"  # after the name of a part: an answer that begins the file again
 # Those of huggingface_hub have a random part more: another program may be writing them.
 _OWN_PART = re.compile(f"[0-9a-f]{{64}}{re.escape(INCOMPLETE)}")
 
@@ -102,9 +103,10 @@ def remove_incomplete(path: Path) -> int | None:
 
 def _removed(path: Path) -> int:
     n_bytes = 0
-    with suppress(FileNotFoundError):  # the download has ended meanwhile
-        n_bytes = path.stat().st_size
-        path.unlink()
+    for each in (path, Path(f"{path}{ANEW}")):
+        with suppress(FileNotFoundError):  # the download has ended meanwhile
+            n_bytes += each.stat().st_size
+            each.unlink()
     return n_bytes
 
 

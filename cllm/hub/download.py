@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from cllm.errors import DownloadError, InvalidArgumentError
-from cllm.hub.cache import INCOMPLETE, cached_files, cached_projector, repo_directory
+from cllm.hub.cache import ANEW, INCOMPLETE, cached_files, cached_projector, repo_directory
 from cllm.hub.names import Choose, ModelName, choose_files, choose_projector, parse_name
 
 logger: logging.Logger = logging.getLogger("cllm.engine")
@@ -297,26 +297,68 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         new.unlink(missing_ok=True)
 
 
+class _BegunAnewError(Exception):
+    """The hub answers a request for the rest of a file with a whole answer."""
+
+
 class _Checked(io.BufferedWriter):
-    """Writer that calls `check` with the size of the file before each write."""
+    """Writer to the end of a file that calls `check` with its size before each write.
+
+    What the file has at first stays: an attempt to remove it raises `_BegunAnewError`.
+    """
 
     def __init__(self, path: Path, check: Callable[[int], None]) -> None:
         super().__init__(io.FileIO(path, "ab"))
         self._check = check
+        self._has_part = self.tell() > 0
 
     def write(self, data: Any) -> int:
         """Write as `io.BufferedWriter` does; raise the error of the check."""
         self._check(self.tell() + len(data))
         return super().write(data)
 
+    def truncate(self, size: int | None = None) -> int:
+        """Truncate as `io.BufferedWriter` does, unless the file had a part at first."""
+        if self._has_part:
+            raise _BegunAnewError
+        return super().truncate(size)
+
 
 def _fetch(model: ModelName, file: _File, part: Path, check: Callable[[int], None]) -> None:
     """Download the missing part of a file, and check the checksum of the whole."""
+    if _size(part) > file.n_bytes:
+        part.unlink()
+    try:
+        _receive(model, file, part, check)
+    except _BegunAnewError:
+        # This hub does not resume, or a gateway answers in its place: the part is kept until there is more.
+        anew = Path(f"{part}{ANEW}")
+        anew.unlink(missing_ok=True)
+        try:
+            _receive(model, file, anew, check)
+        finally:
+            if _size(anew) > _size(part):
+                anew.replace(part)
+            anew.unlink(missing_ok=True)
+    with part.open("rb") as whole:
+        found = hashlib.file_digest(whole, "sha256").hexdigest()
+    if found != file.sha256:
+        part.unlink()
+        reason = f"the checksum of {file.path} is {found}, and should be {file.sha256}; ask again"
+        raise DownloadError(str(model), reason)
+
+
+def _receive(model: ModelName, file: _File, part: Path, check: Callable[[int], None]) -> None:
+    """Append the missing bytes of a file to its part.
+
+    Raises
+    ------
+    _BegunAnewError
+        The hub sends the whole file, but the part is not empty.
+    """
     from huggingface_hub import file_download, hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    if _size(part) > file.n_bytes:
-        part.unlink()
     n_before = _size(part)
     try:
         with _Checked(part, check) as output:
@@ -344,12 +386,6 @@ def _fetch(model: ModelName, file: _File, part: Path, check: Callable[[int], Non
     except ValueError as error:
         reason = f"the hub's answer cannot be read ({type(error).__name__}: {error})"
         raise DownloadError(str(model), reason) from None
-    with part.open("rb") as whole:
-        found = hashlib.file_digest(whole, "sha256").hexdigest()
-    if found != file.sha256:
-        part.unlink()
-        reason = f"the checksum of {file.path} is {found}, and should be {file.sha256}; ask again"
-        raise DownloadError(str(model), reason)
 
 
 def _blobs(model: ModelName) -> Path:

@@ -23,8 +23,9 @@ _QUANT = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 N_TOLD = 20  # names in a message
-PROJECTOR = "mmproj"  # beginning of a projector's file name
-_NO_MODELS = (PROJECTOR, "imatrix")
+# What the names of other files than models have in them, as in llama.cpp's `gguf_filename_is_model`.
+PROJECTOR = "mmproj"
+_NO_MODELS = re.compile(rf"(?i:{PROJECTOR}|imatrix)|mtp-|eagle3-|dflash-|dspark-")
 # The preferred types of projectors: all CPUs and GPUs compute F16 fast.
 _PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
@@ -122,7 +123,7 @@ def choose_projector(name: ModelName, files: Iterable[str]) -> list[str]:
 def is_projector(file: str) -> bool:
     """Return True if a file is a projector by its name."""
     path = PurePosixPath(file)
-    return path.suffix == ".gguf" and path.name.lower().startswith(PROJECTOR)
+    return path.suffix == ".gguf" and PROJECTOR in path.name.lower()
 
 
 def one_projector(files: Iterable[str]) -> str | None:
@@ -152,9 +153,7 @@ def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
 
 def models_of(files: Iterable[str]) -> dict[str, list[str]]:
     """Return the files of each complete model, in the order of its parts, by name without a part number."""
-    return _complete(
-        file for file in files if not PurePosixPath(file).name.lower().startswith(_NO_MODELS)
-    )
+    return _complete(file for file in files if not _NO_MODELS.search(PurePosixPath(file).name))
 
 
 def _complete(files: Iterable[str]) -> dict[str, list[str]]:

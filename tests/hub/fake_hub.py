@@ -36,6 +36,8 @@ class FakeHub:
         False values for the description of the repository: `rfilename`, `sha256`, `size`, `sha`.
     n_sent : Counter
         Bytes sent, by path.
+    resumes : bool
+        False sends the whole file, with status 200, for a request of its rest.
     stops_after : int, optional
         Bytes after which an answer with a file pauses: it sets `has_stopped` and waits for `goes_on`.
     """
@@ -48,6 +50,7 @@ class FakeHub:
     n_sent: Counter[str] = field(default_factory=Counter)
     listed: dict[str, Any] = field(default_factory=dict)
     stops_after: int | None = None
+    resumes: bool = True
     has_stopped: Event = field(default_factory=Event)
     goes_on: Event = field(default_factory=Event)
     url: str = ""
@@ -129,7 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
             "ETag": etag, "Accept-Ranges": "bytes",
         }  # fmt: skip
         data = self.hub.sent.get(path, data)
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        asked = self.headers.get("Range", "bytes=0-") if self.hub.resumes else "bytes=0-"
+        start = int(asked.removeprefix("bytes=").rstrip("-"))
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         self._send(data[start:], headers, 206 if start else 200, file=path)

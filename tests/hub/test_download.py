@@ -38,6 +38,14 @@ def in_cache(cache: Path) -> list[str]:
     return [path.name for path in cache.glob("models--*/blobs/*") if path.suffix != ".lock"]
 
 
+def begun(cache: Path) -> Path:
+    """The part of a download that was cut off."""
+    part = cache / "models--user--model-GGUF" / "blobs" / f"{sha256_of(FILES[FILE])}.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(FILES[FILE][:300_000])
+    return part
+
+
 def test_a_model_is_downloaded_once_and_found_from_then_on(hub: FakeHub) -> None:
     path = find_model(str(ONE))
     assert path.name == FILE
@@ -398,6 +406,32 @@ def test_the_page_of_a_gateway_becomes_no_part_of_a_file(hub: FakeHub) -> None:
     (path,) = pull_model(ONE)
     assert path.read_bytes() == FILES[FILE]
     assert hub.n_sent[FILE] == N_BYTES
+
+
+@pytest.mark.parametrize("n_page", [19, 400_000], ids=["short", "longer than the part"])
+def test_the_page_of_a_gateway_does_not_take_the_place_of_the_part_that_is_here(
+    hub: FakeHub, cache: Path, n_page: int
+) -> None:
+    part = begun(cache)
+    before = part.read_bytes()
+    hub.sent[FILE], hub.resumes = b"<html>".ljust(n_page), False
+    with pytest.raises(DownloadError, match=rf"the hub sent {n_page} bytes of"):
+        pull_model(ONE)
+    assert part.read_bytes() == before
+    hub.sent.clear()
+    hub.resumes = True
+    hub.n_sent.clear()
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+    assert hub.n_sent[FILE] == N_BYTES - len(before)
+
+
+def test_a_hub_that_cannot_resume_sends_the_whole_file(hub: FakeHub, cache: Path) -> None:
+    begun(cache)
+    hub.resumes = False
+    (path,) = pull_model(ONE)
+    assert path.read_bytes() == FILES[FILE]
+    assert not [*cache.glob("models--*/blobs/*.anew")]
 
 
 def test_a_hub_that_does_not_answer_is_an_error_in_time(

@@ -103,6 +103,7 @@ def test_a_repository_without_a_model_is_said_to_have_none() -> None:
         (["mmproj-model.gguf", "mmproj.gguf"], ["mmproj.gguf"]),
         (["Q8_0/mmproj-F16.gguf", "mmproj-F32.gguf"], ["mmproj-F32.gguf"]),
         (["mmproj-F16.safetensors"], []),
+        (["m-mmproj-f16.gguf", "m-mmproj-f32.gguf"], ["m-mmproj-f16.gguf"]),
     ],
 )
 def test_a_projector_is_chosen_by_its_type_in_the_folders_of_the_model(
@@ -117,6 +118,23 @@ def test_a_model_in_a_folder_has_the_projector_there_or_above() -> None:
     name = parse_name("hf:a/b:Q8_0")
     assert choose_projector(name, files) == ["Q8_0/mmproj-F16.gguf"]
     assert choose_projector(name, [files[0], *files[2:]]) == ["mmproj-F32.gguf"]
+
+
+@pytest.mark.parametrize("quant", ["", ":F16"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "a-mmproj-f16.gguf", "MMPROJ-F16.gguf", "a-imatrix-f16.gguf", "mtp-m-F16.gguf",
+        "a-eagle3-F16.gguf", "dflash-F16.gguf", "dspark-F16.gguf",
+    ],
+)  # fmt: skip
+def test_projectors_and_drafters_are_not_taken_for_the_model(quant: str, other: str) -> None:
+    files = [other, "model-with-a-long-name-f16.gguf"]
+    assert choose_files(parse_name(f"hf:a/b{quant}"), files) == files[1:]
+
+
+def test_a_model_with_a_head_for_drafts_is_a_model() -> None:
+    assert choose_files(parse_name("hf:a/b"), ["m-MTP-Q4_K_M.gguf"]) == ["m-MTP-Q4_K_M.gguf"]
 
 
 def test_a_projector_can_be_named_by_its_file() -> None:
