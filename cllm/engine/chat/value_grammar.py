@@ -309,8 +309,10 @@ class ValueGrammar:
         elif n_first:
             body = f"({COMMA} {rest}){{{n_more},{'' if limit is None else limit}}}"
         else:
-            more = f"({COMMA} {rest}){{{max(n_more - 1, 0)},{limit - 1 if limit else ''}}}"
-            body = f"{rest} {more}" if n_more else f"({rest} {more})?"
+            most = "" if limit is None else limit - 1
+            # llguidance rejects a repetition of at most 0.
+            more = f" ({COMMA} {rest}){{{max(n_more - 1, 0)},{most}}}" if most != 0 else ""
+            body = f"{rest}{more}" if n_more else f"({rest}{more})?"
         for i in range(n_first - 1, -1, -1):
             value = item(i) if n_max is None or i < n_max else None
             separator = COMMA if i else ""

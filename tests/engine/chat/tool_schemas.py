@@ -154,7 +154,8 @@ class Maker:
 
     def _array(self, depth: int) -> Schema:
         r, items = self.random, self.value(depth)
-        n_min, n_max = r.randrange(3), r.randrange(3, 5)
+        n_min = r.randrange(3)
+        n_max = max(n_min, r.randrange(1, 5))
         schema: Schema = {"type": "array", "items": items}
         if r.random() < 0.6:
             schema |= {"minItems": n_min, "maxItems": n_max, "uniqueItems": False}
