@@ -25,8 +25,13 @@ def make_lora(
     strength: float = 0.3,
     invocation_tokens: Sequence[int] = (),
     dtype: DTypeLike = np.float32,
+    pattern: re.Pattern[str] = MATRICES,
+    n_experts: int | None = None,
 ) -> Path:
-    """An adapter for some matrices of every layer, which changes what the model says."""
+    """An adapter for some matrices of every layer, which changes what the model says.
+
+    `n_experts` is a false number of experts, for matrices of experts.
+    """
     draw = np.random.default_rng(seed)
     architecture = str(read_header(model_path)["general.architecture"])
     with contextlib.closing(gguf.GGUFWriter(path, architecture)) as writer:
@@ -40,9 +45,10 @@ def make_lora(
                 gguf.GGUFValueType.ARRAY,
                 sub_type=gguf.GGUFValueType.UINT32,
             )
-        for name, (n_in, n_out) in matrices(model_path).items():
-            a = draw.standard_normal((rank, n_in)) / n_in**0.5
-            b = draw.standard_normal((n_out, rank)) * strength
+        for name, (n_in, n_out, *experts) in matrices(model_path, pattern).items():
+            each = experts and [n_experts or experts[0]]
+            a = draw.standard_normal((*each, rank, n_in)) / n_in**0.5
+            b = draw.standard_normal((*each, n_out, rank)) * strength
             writer.add_tensor(f"{name}.lora_a", a.astype(dtype))
             writer.add_tensor(f"{name}.lora_b", b.astype(dtype))
         writer.write_header_to_file()
@@ -51,7 +57,7 @@ def make_lora(
     return path
 
 
-def matrices(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the adapted matrices: name and shape, `(n_in, n_out)`."""
+def matrices(model_path: Path, pattern: re.Pattern[str] = MATRICES) -> dict[str, tuple[int, ...]]:
+    """Return the adapted matrices: name and shape, `(n_in, n_out)` or `(n_in, n_out, n_experts)`."""
     shapes = read_shapes(model_path)
-    return {name: shape for name, shape in shapes.items() if MATRICES.fullmatch(name)}
+    return {name: shape for name, shape in shapes.items() if pattern.fullmatch(name)}

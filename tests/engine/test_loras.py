@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,23 @@ async def test_an_adapter_that_no_matrix_product_takes_is_rejected_before_its_fi
         with pytest.raises(ModelLoadError, match=f"whose type is {kind}"):
             await engine.load_lora("x", path)
         assert (await engine.generate([119, 120, 121], **GREEDY)).usage.n_output == 24
+
+
+async def test_an_adapter_of_experts_is_applied_and_one_for_fewer_experts_is_rejected(
+    tmp_path: Path,
+) -> None:
+    model, experts = make_model.ensure("tiny-moe"), re.compile(r".*ffn_(up|down)_exps\.weight")
+    right = make_lora(tmp_path / "a.gguf", model, seed=1, pattern=experts, strength=3.0)
+    wrong = make_lora(tmp_path / "b.gguf", model, seed=1, pattern=experts, n_experts=3)
+    async with Engine(model, **OPTIONS) as engine:
+        plain = await engine.generate("Hello", **GREEDY)
+        with pytest.raises(ModelLoadError, match=r"exps\.weight\.lora_a has the shape"):
+            await engine.load_lora("x", wrong)
+        await engine.load_lora("x", right)
+        assert (
+            await engine.generate("Hello", lora={"x": 1.0}, **GREEDY)
+        ).token_ids != plain.token_ids
+        assert (await engine.generate("Hello", **GREEDY)).token_ids == plain.token_ids
 
 
 async def test_an_adapter_for_a_tensor_that_is_no_matrix_is_rejected(

@@ -56,6 +56,8 @@ def _misfit(lora: Shapes, model: Shapes) -> str:
         is_input = (suffix == "lora_a") != base.endswith("token_embd.weight")
         dimension = 0 if is_input else 1
         own = 1 if base.endswith("token_embd.weight") else dimension
-        if len(model[base]) != 2 or len(shape) != 2 or shape[own] != model[base][dimension]:
+        # Matrices, or one for each expert: llama.cpp does not compare the numbers of experts.
+        is_like = len(shape) == len(model[base]) in (2, 3) and shape[2:] == model[base][2:]
+        if not is_like or shape[own] != model[base][dimension]:
             return f"{name} has the shape {shape}, {base} has {model[base]}"
     return ""
