@@ -19,6 +19,7 @@ from math import inf
 from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin
 
+from cllm.engine.schema_limits import enforceable_limit
 from cllm.errors import InvalidRequestError
 from cllm.log_once import log_once
 
@@ -429,7 +430,8 @@ class SchemaDocument:
                 return part
             if not isinstance(part, Mapping):
                 raise InvalidRequestError(self._name, part, "made of mappings and booleans")
-            enforced = _with_items(self._with_count(self._with_names(part)))
+            enforced = self._with_names(self._with_patterns(part))
+            enforced = _with_items(self._with_count(enforced))
             return self._close(enforced, close, refer, part)
 
         body = close(schema)
@@ -459,7 +461,12 @@ class SchemaDocument:
             elif keyword == "pattern" and isinstance(value, str) and is_irregular(value):
                 self.cannot(f"pattern: {value}", "a pattern cannot look around, or back")
             elif keyword in ENFORCED or keyword == "pattern":
-                kept[keyword] = value
+                is_integer = "fraction" not in self.types(original)
+                limit = enforceable_limit(keyword, value, is_integer=is_integer)
+                if limit is None and value is not None:
+                    self.cannot(f"{keyword}: {value}")
+                elif limit not in (inf, -inf):
+                    kept[keyword] = limit
             elif keyword == "format":
                 kept.update({keyword: value} if value in FORMATS else {})
         for keyword in not_enforced(schema):
@@ -489,6 +496,17 @@ class SchemaDocument:
         if n_min > len(required):
             self.cannot("minProperties")
         return kept
+
+    def _with_patterns(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the schema without `patternProperties` if a pattern is irregular, so with any further keys."""
+        for pattern in filter(is_irregular, _mapping(schema.get("patternProperties"))):
+            self.cannot(f"patternProperties: {pattern}", "a pattern cannot look around, or back")
+            return {
+                key: value
+                for key, value in schema.items()
+                if key not in ("patternProperties", "additionalProperties")
+            }
+        return schema
 
     def _with_names(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the schema with `propertyNames` as `properties` or `patternProperties`."""
