@@ -1,9 +1,10 @@
 """Conversations of clients, adapted to the abilities of a chat template.  Pure.
 
-As in llama-server, `developer` becomes `system`, and content that is null becomes empty.  A system message
-that the template does not accept is put into the next user message.  Consecutive messages that the
-template does not accept are merged.  Tools, calls and results that the template leaves out are written
-as text: calls in the model's syntax if it is known, otherwise in that of `DEFAULT_CALLS`.
+As in llama-server, `developer` becomes `system`, and content that is null becomes empty.  A call without a
+result gets one if the template would not accept what follows it.  A system message that the template does
+not accept is put into the next user message.  Consecutive messages that the template does not accept are
+merged.  Tools, calls and results that the template leaves out are written as text: calls in the model's
+syntax if it is known, otherwise in that of `DEFAULT_CALLS`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cllm.engine.chat.template_abilities import TemplateAbilities
 SYSTEMS = ("system", "developer")
 MAX_PLAIN_DEPTH = 16  # levels of a schema in `plain_tools`
 CUT_OFF = "_cut_off"  # key for arguments that are not a JSON object
+NO_RESULT = "The call has no result."
 TOOL_PROMPT = """You may call one or more of these tools, each given with a JSON schema of its \
 arguments:
 <tools>
@@ -52,6 +54,8 @@ def mended(
     one_each = abilities.tool_calls and not abilities.parallel_tool_calls
     said = _with_ids(messages)
     said = _one_call_each(said) if one_each else said
+    if not abilities.user_after_result:  # roles alternate, and calls without results do not count
+        said = _with_results(said)
     chat = [
         mended_one
         for message in said
@@ -81,6 +85,21 @@ def _with_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             made = [{"id": f"call{len(said):03}{i:02}", **call} for i, call in enumerate(calls)]
             message = {**message, "tool_calls": made}
             open_ids = OrderedDict.fromkeys(call["id"] for call in made)
+        said.append(message)
+    return said
+
+
+def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a result for each call that has none, such as one that was cut off."""
+    said: list[dict[str, Any]] = []
+    open_ids: list[str] = []
+    for message in messages:
+        if message["role"] in RESULTS:
+            open_ids = [each for each in open_ids if each != message.get("tool_call_id")]
+        else:
+            results = ({"role": "tool", "tool_call_id": each} for each in open_ids)
+            said += [{**result, "content": NO_RESULT} for result in results]
+            open_ids = [call["id"] for call in message.get("tool_calls") or ()]
         said.append(message)
     return said
 

@@ -94,6 +94,8 @@ CONVERSATIONS: dict[str, tuple[list[Message], bool]] = {
     "two users": ([USER, MORE], False),
     "two answers": ([USER, SAID, {"role": "assistant", "content": "No, 21."}, MORE], False),
     "a user behind a result": ([*tool_loop(None), MORE], True),
+    "a user behind a call": ([*tool_loop(None)[:2], MORE], True),
+    "a user behind one result of two": ([*two_calls("a")[:3], MORE], True),
     "a thought alone": ([USER, THOUGHT_ALONE, MORE], False),
     "the result of a function": (
         [*tool_loop(None)[:2], {**tool_loop(None)[2], "role": "function"}], True,
