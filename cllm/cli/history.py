@@ -187,7 +187,7 @@ def turns_of(messages: Messages) -> tuple[str | None, list[Turn]]:
         message, media = _from_user(first["content"])
         while rest and rest[0]["role"] in ("assistant", "tool"):
             said.append(rest.pop(0))
-        if not said or said[-1]["role"] != "assistant":
+        if not said:
             raise ValueError("a message has no answer")
         turns.append(Turn(message, tuple(said), n_tokens=0, media=media))
     return system, turns

@@ -198,14 +198,18 @@ class CllmChat(BaseChatModel):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
         tool_choice: str | bool | dict[str, Any] | None = None,
+        strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Return the model with tools; `tool_choice` True or "any" demands a call, a name demands that tool."""
+        """Return the model with tools; `tool_choice` True or "any" demands a call, a name demands that tool.
+
+        With `strict`, the arguments of all calls fit the schemas of their tools.
+        """
         choice = name_in(tool_choice)
         choices: dict[object, str] = {None: "auto", False: "auto", True: "required"}
         choices |= {"any": "required"}
         return self.bind(
-            tools=[convert_to_openai_tool(tool) for tool in tools],
+            tools=[convert_to_openai_tool(tool, strict=strict) for tool in tools],
             tool_choice=choices.get(choice, choice),
             **kwargs,
         )

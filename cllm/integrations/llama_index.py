@@ -223,7 +223,9 @@ class CllmLLM(FunctionCallingLLM):
             messages.append(user_msg)
         choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
         if tools:
-            kwargs["tools"] = [tool.metadata.to_openai_tool() for tool in tools]
+            kwargs["tools"] = [
+                tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools
+            ]
             kwargs["tool_choice"] = name_in(choice or self.options.get("tool_choice") or "auto")
             kwargs["parallel_tool_calls"] = allow_parallel_tool_calls
         return {"messages": messages, **kwargs}

@@ -205,7 +205,9 @@ class CllmEmbeddings(llm.EmbeddingModel):
 
     def embed_batch(self, items: Any) -> Iterator[list[float]]:
         """Yield the vector of each text."""
-        engine, caller = ENGINES.get(self._model, pooling="mean")
+        engine, caller = ENGINES.get(self._model, mmproj=None)
+        if engine.model.embedding is None:  # the model's file names no pooling
+            engine, caller = ENGINES.get(self._model, pooling="mean")
         texts = list(items)
         yield from caller.run(lambda: engine.embed(texts)).tolist()
 

@@ -159,6 +159,22 @@ def test_a_saved_chat_is_messages_and_goes_on_elsewhere(tmp_path: Path) -> None:
     assert "Taken back: 2+2=" in done.stderr
 
 
+def test_a_chat_that_ends_with_the_result_of_a_tool_is_loaded_again(tmp_path: Path) -> None:
+    """So does a turn in which the model has called tools as often as it may."""
+    call = {"id": "call1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call1", "content": "9"},
+    ]
+    path, again = tmp_path / "chat.json", tmp_path / "again.json"
+    path.write_text(json.dumps({"messages": messages}))
+    lines = [f"/load {path}", "1+1=", f"/save {again}", "/stats"]
+    done = run_cllm("chat", *GREEDY, input="\n".join(lines))
+    assert "2 turns," in done.stderr, done.stderr
+    assert json.loads(again.read_text())["messages"][:3] == messages
+
+
 def test_what_is_no_chat_leaves_the_present_one(tmp_path: Path) -> None:
     texts = (
         '{"messages": [{"role": "user", "content": "x"}]}',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +175,10 @@ def test_llama_index_answers_streams_and_calls_tools() -> None:
         told = await model.achat_with_tools([weather], "What is the weather in Paris?")
         (call,) = model.get_tool_calls_from_response(told)
         assert (call.tool_name, call.tool_kwargs) == ("get_weather", {"city": "Paris"})
+        # LlamaIndex rejects more than 1,024 characters, a limit of OpenAI.
+        long = FunctionTool.from_defaults(get_weather, description="x" * 2000)
+        told = await model.achat_with_tools([long], "What is the weather in Paris?")
+        assert model.get_tool_calls_from_response(told)
         with pytest.raises(ValueError, match="calls no tool"):
             model.get_tool_calls_from_response(await model.achat([ChatMessage("Hi")]))
         for streaming in (True, False):
@@ -458,6 +463,17 @@ def test_a_thought_is_in_the_prompt_of_the_next_turn_of_langchain() -> None:
     with_engine(check)
 
 
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_tools_of_langchain_may_be_strict(strict: bool | None) -> None:
+    async def check(engine: FakeEngine) -> None:
+        bound = CllmChat(engine=engine).bind_tools([tool(get_weather)], strict=strict)
+        assert [each["function"].get("strict") for each in bound.kwargs["tools"]] == [strict]  # type: ignore[attr-defined]
+        called = await bound.ainvoke("What is the weather in Paris?")
+        assert [call["args"] for call in called.tool_calls] == [{"city": "Paris"}]
+
+    with_engine(check)
+
+
 def test_llama_index_streams_structured_answers() -> None:
     async def check(engine: FakeEngine) -> None:
         stream = await CllmLLM(engine).astream_structured_predict(City, PromptTemplate("JSON"))
@@ -509,7 +525,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin, whose engines are fakes."""
 
     def make(*_: Any, pooling: str | None = None, **__: Any) -> Engine:
-        return FakeEngine(answer)
+        return FakeEngine(answer, pooling=pooling)
 
     monkeypatch.setattr(llm_plugin, "Engine", make)
     monkeypatch.setattr(llm_plugin, "cached_models", list)
@@ -553,3 +569,24 @@ def test_llm_in_an_event_loop_and_its_vectors() -> None:
     assert asyncio.run(ask()) == ("Hello there", SAID, "Both")
     vectors = list(llm.get_embedding_model("cllm").embed_multi(["a", "b", "a"]))
     assert vectors[0] == vectors[2] != vectors[1]
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(("own", "used"), [(True, [None]), (False, [None, "mean"])])
+def test_llm_pools_vectors_as_the_file_says_and_otherwise_takes_the_mean(
+    own: bool, used: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poolings: list[str | None] = []
+    start = llm_plugin.Engines._start
+
+    def started(self: Any, model: str | None, options: Any) -> Any:
+        poolings.append(options.get("pooling"))
+        engine, caller = start(self, model, options)
+        if not own and not options.get("pooling"):
+            dispatcher = engine._parts.dispatcher
+            monkeypatch.setattr(dispatcher, "model", replace(engine.model, embedding=None))
+        return engine, caller
+
+    monkeypatch.setattr(llm_plugin.Engines, "_start", started)
+    assert len(list(llm.get_embedding_model("cllm").embed_multi(["a", "b"]))) == 2
+    assert poolings == used
