@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 # some moments of a signal.
 TRIES = {
     "close_during": 4, "under_load": 2, "stopped_by_sigterm": 2, "cancelled_start": 2,
-    "exit_with_live_engine": 10,
+    "exit_with_live_engine": 4,
 }  # fmt: skip
 NAMES = [plan.what for plan in PLANS]
 

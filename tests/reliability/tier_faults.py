@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -268,8 +268,8 @@ def _half(real: Real) -> Any:
 
 
 # --- The whole ----------------------------------------------------------------------------------
-async def try_tier(tier: str, n_calls: int) -> list[Tried]:
-    """Try every fault of one tier, at each of the first `n_calls` calls."""
+async def try_tier(tier: str, n_calls: int, errnos: Sequence[int] = ERRNOS) -> list[Tried]:
+    """Try every fault of one tier, and these error numbers, at each of the first `n_calls` calls."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         async with Bench(tier, Path(name)) as bench:
@@ -277,7 +277,7 @@ async def try_tier(tier: str, n_calls: int) -> list[Tried]:
             for function in FUNCTIONS:
                 tried = Tried(tier, function, file_calls[function])
                 for k in range(1, min(n_calls, tried.n_calls) + 1):
-                    for number in ERRNOS:
+                    for number in errnos:
                         fault = FileFault(function, k, os.strerror(number), fails(number))
                         await bench.try_file(fault, tried)
                     if function == "read":

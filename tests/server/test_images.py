@@ -443,7 +443,7 @@ MEDIA = st.one_of(
 
 @pytest.mark.full
 @given(parts=st.lists(MEDIA, min_size=8, max_size=8))
-@examples(16)
+@examples(8)
 def test_any_media_part_is_answered_or_rejected_and_never_a_fault_of_the_server(
     parts: list[Any],
 ) -> None:
