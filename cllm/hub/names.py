@@ -15,7 +15,7 @@ from cllm.errors import InvalidArgumentError
 PREFIX = "hf:"
 DEFAULT_QUANT = "Q4_K_M"  # as llama.cpp's -hf
 _REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-_NAME = re.compile(rf"({_REPO})(?::([\w.-]+)|/([\w./ -]+\.gguf))?", re.ASCII)
+_NAME = re.compile(rf"({_REPO})(?::([\w.-]+)|/([^:\0-\x1f\x7f\\]+\.gguf))?", re.ASCII)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 # Quantizations in the names of files, as llama.cpp and publishers of models write them.
 _QUANT = re.compile(

@@ -31,6 +31,7 @@ FILES = (
         ("hf:user/Model-1.5B-GGUF:q4_k_m", ModelName("user/Model-1.5B-GGUF", "q4_k_m")),
         ("hf:a/b/c-Q8_0.gguf", ModelName("a/b", file="c-Q8_0.gguf")),
         ("hf:a/b/dir/c.gguf", ModelName("a/b", file="dir/c.gguf")),
+        ("hf:a/b/c+d (1), é.gguf", ModelName("a/b", file="c+d (1), é.gguf")),
     ],
 )
 def test_a_name_has_a_repository_and_perhaps_a_quantization_or_a_file(
@@ -41,7 +42,18 @@ def test_a_name_has_a_repository_and_perhaps_a_quantization_or_a_file(
 
 
 @pytest.mark.parametrize(
-    "text", ["hf:", "hf:a", "hf:a/b/c", "hf:../b", "hf:a/../c.gguf", "hf:a/b:", "a b/c", "/a/b"]
+    "text",
+    [
+        "hf:",
+        "hf:a",
+        "hf:a/b/c",
+        "hf:../b",
+        "hf:a/../c.gguf",
+        "hf:a/b:",
+        "a b/c",
+        "/a/b",
+        "hf:a/b/c\n.gguf",
+    ],
 )
 def test_what_is_no_name_is_refused_with_what_one_looks_like(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"model is .*hf:USER/REPO:QUANT"):

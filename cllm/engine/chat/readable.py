@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from cllm.engine.chat.json_scanner import MAX_DEPTH as MAX_NESTING
 from cllm.log_once import log_once
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -137,8 +138,8 @@ def _without_files(value: object, depth: int = 0) -> object:
     """Return data of a tool with words in place of files as base64 text."""
     if isinstance(value, str):
         return "[a file]" if len(value) > MIN_FILE and FILE.fullmatch(value) else value
-    if depth > MAX_DEPTH:
-        return value
+    if isinstance(value, list | Mapping) and depth > MAX_NESTING:
+        return _named("something nested")
     if isinstance(value, list):
         return [_without_files(item, depth + 1) for item in value]
     if isinstance(value, Mapping):
