@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_native" not in p.parts)
 
 # The order of `cllm.engine`: a module imports from earlier lines, and from its own package.
 VALUES = (
-    "checks errors hub log_once memory processors removed sampling_limits settings shared_libraries system engine.audio engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.media_child engine.media_limits engine.media_parts engine.json_schema engine.lora engine.media engine.media_rows engine.media_source engine.device_settings engine.output engine.plain_values engine.request engine.rpc_address engine.schema_limits"
+    "checks errors hub log_once memory processors removed sampling_limits settings shared_libraries system engine.audio engine.cache_directory engine.child_process engine.completion_builder engine.config engine.constraint engine.embedding engine.file_content engine.health engine.image engine.media_child engine.media_limits engine.media_parts engine.json_schema engine.lora engine.media engine.media_rows engine.media_source engine.device_settings engine.output engine.patterns engine.plain_values engine.request engine.rpc_address engine.schema_limits"
     " engine.sampling_params engine.state_file engine.vocabulary"
 )
 LAYERS = [

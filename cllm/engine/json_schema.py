@@ -19,6 +19,7 @@ from math import inf
 from typing import Any, TypeVar
 from urllib.parse import unquote, urljoin
 
+from cllm.engine.patterns import is_irregular, with_escapes
 from cllm.engine.schema_limits import enforceable_limit
 from cllm.errors import InvalidRequestError
 from cllm.log_once import log_once
@@ -102,13 +103,6 @@ N_QUANTIFIERS_MAX = 20  # quantifiers and alternatives of a pattern that is sear
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 )  # others are annotations
-# Parts of a pattern that are not regular: lookarounds, anchors such as \b, and backreferences.
-IRREGULAR = re.compile(r"\(\?(?:=|!|<=|<!)|\\[bBAzZGkK1-9]")
-
-
-def is_irregular(pattern: str) -> bool:
-    """Return True if a pattern has a lookaround, an anchor other than `^` and `$`, or a backreference."""
-    return IRREGULAR.search(pattern.replace("\\\\", "")) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +454,8 @@ class SchemaDocument:
                 kept[keyword] = _mapped(value, keyword, close)
             elif keyword == "pattern" and isinstance(value, str) and is_irregular(value):
                 self.cannot(f"pattern: {value}", "a pattern cannot look around, or back")
+            elif keyword == "pattern" and isinstance(value, str):
+                kept[keyword] = with_escapes(value)
             elif keyword in ENFORCED or keyword == "pattern":
                 is_integer = "fraction" not in self.types(original)
                 limit = enforceable_limit(keyword, value, is_integer=is_integer)
@@ -891,7 +887,8 @@ def _with_items(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _mapped(value: Any, keyword: str, close: Any) -> Any:
     """Return a keyword's value with each schema in it closed."""
     if keyword in ("properties", "patternProperties") and isinstance(value, Mapping):
-        return {key: close(part) for key, part in value.items()}
+        in_place = with_escapes if keyword == "patternProperties" else str
+        return {in_place(key): close(part) for key, part in value.items()}
     if isinstance(value, list):
         return [close(part) for part in value]
     return close(value) if keyword in ALONE else value  # llguidance reports the wrong type

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cllm.engine.json_schema import FORMATS, SchemaDocument, is_irregular, not_enforced, values_of
+from cllm.engine.json_schema import FORMATS, SchemaDocument, not_enforced, values_of
+from cllm.engine.patterns import is_irregular, with_escapes
 from cllm.errors import InvalidRequestError
 
 ANY_TEXT = "/(?s:.*)/"
@@ -161,6 +162,7 @@ def searched(pattern: str) -> str | None:
     """
     if is_irregular(pattern):
         return None
+    pattern = with_escapes(pattern)
     parts, depth, in_class, branches = [""], 0, False, list[str]()
     at = 0
     while at < len(pattern):
