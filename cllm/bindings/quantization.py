@@ -48,7 +48,12 @@ def quantize(source: str | Path, target: str | Path, file_type: str, *, n_thread
     params = lib.llama_model_quantize_default_params()
     params.ftype = h.FileType[file_type]
     params.nthread = check_int("n_threads", n_threads, 1, MAX_THREADS)
-    with tempfile.TemporaryDirectory(dir=replaced.parent, prefix=".cllm-") as directory:
+    try:
+        beside = tempfile.TemporaryDirectory(dir=replaced.parent, prefix=".cllm-")
+    except OSError as error:
+        limit = f"in a directory that can be written ({error.strerror})"
+        raise InvalidArgumentError("target", str(target), limit) from None
+    with beside as directory:
         written = Path(directory) / replaced.name
         forward_log()
         code = lib.llama_model_quantize(
@@ -65,7 +70,15 @@ def _checked_target(source: str | Path, target: str | Path) -> Path:
     """Return the file that is replaced, which a link may lead to."""
     if "\0" in str(target):
         raise InvalidArgumentError("target", str(target), "a path without a NUL character")
-    replaced = Path(target).resolve()
+    try:
+        replaced = Path(target).resolve()
+        replaced.exists()
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a name that is too long; links that lead to each other
+        limit = f"the path of a regular file ({error})"
+        raise InvalidArgumentError("target", str(target), limit) from None
     if replaced.exists() and not replaced.is_file():
         raise InvalidArgumentError("target", str(target), "the path of a regular file")
     if not replaced.parent.is_dir():

@@ -424,7 +424,7 @@ class SchemaDocument:
                 return part
             if not isinstance(part, Mapping):
                 raise InvalidRequestError(self._name, part, "made of mappings and booleans")
-            enforced = self._with_names(self._with_patterns(part))
+            enforced = self._with_patterns(self._with_names(part))
             enforced = _with_items(self._with_count(enforced))
             return self._close(enforced, close, refer, part)
 
@@ -475,7 +475,7 @@ class SchemaDocument:
         llguidance enforces them only if all named keys are required, or if no other keys are allowed and the
         limits are 0 or 1.  `minProperties` of 1 is rewritten with `anyOf` and `required`.
         """
-        n_min, n_max = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
+        n_min, n_max = count_of(schema, "minProperties") or 0, count_of(schema, "maxProperties")
         if not n_min and n_max is None:
             return schema
         keys, required = set(_mapping(schema.get("properties"))), set(_list_of(schema, "required"))
@@ -734,8 +734,8 @@ def _own_object(schema: Mapping[str, Any]) -> ObjectSchema:
         required=tuple(required),
         additional=schema.get("additionalProperties"),
         patterns=patterns,
-        n_min=_count(schema, "minProperties") or 0,
-        n_max=_count(schema, "maxProperties"),
+        n_min=count_of(schema, "minProperties") or 0,
+        n_max=count_of(schema, "maxProperties"),
         others=(values,) if values else (),
         names_keys="properties" in schema,
     )
@@ -767,8 +767,8 @@ def _own_array(schema: Mapping[str, Any]) -> ArraySchema:
     return ArraySchema(
         tuple((schema,) for schema in first),
         () if items is True else (items,),
-        _count(schema, "minItems") or 0,
-        _count(schema, "maxItems"),
+        count_of(schema, "minItems") or 0,
+        count_of(schema, "maxItems"),
         (values,) if values else (),
     )
 
@@ -790,9 +790,10 @@ def _each_once(schemas: tuple[Part, ...]) -> tuple[Part, ...]:
     return tuple({id(schema): schema for schema in schemas}.values())
 
 
-def _count(schema: Mapping[str, Any], keyword: str) -> int | None:
-    value = schema.get(keyword)
-    return int(value) if isinstance(value, int | float) and value >= 0 else None
+def count_of(schema: Mapping[str, Any], keyword: str) -> int | None:
+    """Return a limit on a length or a number; None without one, or if it cannot be enforced."""
+    limit = enforceable_limit(keyword, schema.get(keyword), is_integer=True)
+    return limit if isinstance(limit, int) and limit >= 0 else None
 
 
 def _merged(one: ObjectSchema, other: ObjectSchema) -> ObjectSchema:
@@ -887,8 +888,8 @@ def _with_items(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _mapped(value: Any, keyword: str, close: Any) -> Any:
     """Return a keyword's value with each schema in it closed."""
     if keyword in ("properties", "patternProperties") and isinstance(value, Mapping):
-        in_place = with_escapes if keyword == "patternProperties" else str
-        return {in_place(key): close(part) for key, part in value.items()}
+        is_named = keyword == "properties"
+        return {k if is_named else with_escapes(k): close(part) for k, part in value.items()}
     if isinstance(value, list):
         return [close(part) for part in value]
     return close(value) if keyword in ALONE else value  # llguidance reports the wrong type

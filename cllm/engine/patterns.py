@@ -6,10 +6,15 @@ import re
 
 # Parts of a pattern that are not regular: lookarounds, anchors such as \b, and backreferences.
 IRREGULAR = re.compile(r"\(\?(?:=|!|<=|<!)|\\[bBAzZGkK1-9]")
-ESCAPE = r"\\(?:[pP]\{[^}]*\}|[ux]\{[^}]*\}|.)"
-TOKEN = re.compile(rf"{ESCAPE}|\[\^?\]?(?:{ESCAPE}|[^\]\\])*\]|\{{\d+(?:,\d*)?\}}|.", re.DOTALL)
+ESCAPE = r"\\(?:[pPux]\{[^{}]*+\}|.)"
+# A class that is not closed reaches to the end: llguidance rejects it.  Nothing is tried twice: a client writes patterns.
+TOKEN = re.compile(rf"{ESCAPE}|\[\^?+(?:{ESCAPE}|[^\]\\])*+\]?+|\{{\d++(?:,\d*+)?\}}|.", re.DOTALL)
 IN_CLASS = re.compile(rf"{ESCAPE}|.", re.DOTALL)
 SET = re.compile(r"\\[dDsSwWpP]")  # an escape that stands for several characters
+# Classes without characters; those of llguidance have some.
+EMPTY = {"[]": r"[^\s\S]", "[^]": r"[\s\S]"}
+# Escapes of plain characters in JavaScript, which are anchors of words for llguidance.
+ANGLES = {"\\<": "<", "\\>": ">"}
 
 
 def is_irregular(pattern: str) -> bool:
@@ -18,19 +23,20 @@ def is_irregular(pattern: str) -> bool:
 
 
 def with_escapes(pattern: str) -> str:
-    """Return a pattern with a backslash before characters that have a meaning for llguidance alone.
+    """Return a pattern that llguidance reads as JavaScript does.
 
-    These are `[`, `&` and `~` in a class, a `-` that makes no range, and a `{` without a count.
+    A character that has a meaning for llguidance alone gets a backslash: `[`, `&` and `~` in a class, a `-` that
+    makes no range, and a `{` without a count.  Escapes of angle brackets lose theirs.
     """
     return "".join(map(_escaped, TOKEN.findall(pattern)))
 
 
 def _escaped(token: str) -> str:
-    if token in ("\\<", "\\>"):  # anchors of words for llguidance
-        return token[1:]
     if token == "{":
         return "\\{"
-    return _class(token) if token[0] == "[" and len(token) > 1 else token
+    if token[0] == "[" and token.endswith("]"):
+        return EMPTY.get(token) or _class(token)
+    return ANGLES.get(token, token)
 
 
 def _class(text: str) -> str:
@@ -42,6 +48,6 @@ def _class(text: str) -> str:
             said.append("-")
             can_begin, ends_range = False, True
             continue
-        said.append(f"\\{token}" if token in "[&~-" else token)
+        said.append(f"\\{token}" if token in "[&~-" else ANGLES.get(token, token))
         can_begin, ends_range = not ends_range and not SET.match(token), False
     return "".join([*said, "]"])

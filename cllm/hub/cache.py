@@ -142,7 +142,7 @@ def _cached_models() -> Iterator[CachedModel]:
         known: set[ModelName] = set()  # in a newer snapshot
         for snapshot in _snapshots(directory):
             present = _files_of(snapshot)
-            for files in models_of(present).values():
+            for files in models_of(present, drafters=True).values():
                 paths = [snapshot / file for file in files]
                 model = name_of(f"{user}/{name}", files, present)
                 if model not in known:

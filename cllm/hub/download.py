@@ -304,13 +304,13 @@ class _BegunAnewError(Exception):
 class _Checked(io.BufferedWriter):
     """Writer to the end of a file that calls `check` with its size before each write.
 
-    What the file has at first stays: an attempt to remove it raises `_BegunAnewError`.
+    If it `keeps` what it has, it is not truncated: `truncate` raises `_BegunAnewError`.
     """
 
-    def __init__(self, path: Path, check: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, check: Callable[[int], None], *, keeps: bool) -> None:
         super().__init__(io.FileIO(path, "ab"))
         self._check = check
-        self._has_part = self.tell() > 0
+        self._keeps = keeps
 
     def write(self, data: Any) -> int:
         """Write as `io.BufferedWriter` does; raise the error of the check."""
@@ -318,24 +318,25 @@ class _Checked(io.BufferedWriter):
         return super().write(data)
 
     def truncate(self, size: int | None = None) -> int:
-        """Truncate as `io.BufferedWriter` does, unless the file had a part at first."""
-        if self._has_part:
+        """Truncate as `io.BufferedWriter` does, unless bytes are to be kept."""
+        self.flush()
+        if self._keeps and os.fstat(self.fileno()).st_size:
             raise _BegunAnewError
         return super().truncate(size)
 
 
 def _fetch(model: ModelName, file: _File, part: Path, check: Callable[[int], None]) -> None:
     """Download the missing part of a file, and check the checksum of the whole."""
+    anew = Path(f"{part}{ANEW}")
+    anew.unlink(missing_ok=True)
     if _size(part) > file.n_bytes:
         part.unlink()
     try:
         _receive(model, file, part, check)
     except _BegunAnewError:
         # This hub does not resume, or a gateway answers in its place: the part is kept until there is more.
-        anew = Path(f"{part}{ANEW}")
-        anew.unlink(missing_ok=True)
         try:
-            _receive(model, file, anew, check)
+            _receive(model, file, anew, check, keeps=False)
         finally:
             if _size(anew) > _size(part):
                 anew.replace(part)
@@ -348,20 +349,27 @@ def _fetch(model: ModelName, file: _File, part: Path, check: Callable[[int], Non
         raise DownloadError(str(model), reason)
 
 
-def _receive(model: ModelName, file: _File, part: Path, check: Callable[[int], None]) -> None:
+def _receive(
+    model: ModelName,
+    file: _File,
+    part: Path,
+    check: Callable[[int], None],
+    *,
+    keeps: bool = True,
+) -> None:
     """Append the missing bytes of a file to its part.
 
     Raises
     ------
     _BegunAnewError
-        The hub sends the whole file, but the part is not empty.
+        The hub sends the whole file, but the part is not empty and `keeps` what it has.
     """
     from huggingface_hub import file_download, hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     n_before = _size(part)
     try:
-        with _Checked(part, check) as output:
+        with _Checked(part, check, keeps=keeps) as output:
             file_download.http_get(
                 hf_hub_url(model.repo, file.path, revision=file.commit),
                 output,

@@ -15,7 +15,7 @@ from cllm.errors import InvalidArgumentError
 PREFIX = "hf:"
 DEFAULT_QUANT = "Q4_K_M"  # as llama.cpp's -hf
 _REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-_NAME = re.compile(rf"({_REPO})(?::([\w.-]+)|/([^:\0-\x1f\x7f\\]+\.gguf))?", re.ASCII)
+_NAME = re.compile(rf"({_REPO})(?::([\w.-]+)|/([^\0-\x1f\x7f\\]+\.gguf))?", re.ASCII)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 # Quantizations in the names of files, as llama.cpp and publishers of models write them.
 _QUANT = re.compile(
@@ -23,9 +23,12 @@ _QUANT = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 N_TOLD = 20  # names in a message
-# What the names of other files than models have in them, as in llama.cpp's `gguf_filename_is_model`.
 PROJECTOR = "mmproj"
-_NO_MODELS = re.compile(rf"(?i:{PROJECTOR}|imatrix)|mtp-|eagle3-|dflash-|dspark-")
+# What the names of other files than models have in them, as in llama.cpp's `gguf_filename_is_model`.
+_NO_MODELS, _DRAFTERS = (
+    re.compile(rf"{PROJECTOR}|imatrix", re.I),
+    re.compile("mtp-|eagle3-|dflash-|dspark-"),
+)
 # The preferred types of projectors: all CPUs and GPUs compute F16 fast.
 _PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
@@ -72,7 +75,7 @@ def parse_name(text: str) -> ModelName:
         The text is not such a name.
     """
     found = _NAME.fullmatch(text.removeprefix(PREFIX))
-    if found is None or ".." in text:
+    if found is None or ".." in text.split("/"):
         limit = f"{PREFIX}USER/REPO, {PREFIX}USER/REPO:QUANT or {PREFIX}USER/REPO/FILE.gguf"
         raise InvalidArgumentError("model", text, limit)
     repo, quant, file = found.groups()
@@ -151,9 +154,17 @@ def name_of(repo: str, model: Sequence[str], files: Iterable[str]) -> ModelName:
     return ModelName(repo, file=model[0])
 
 
-def models_of(files: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files of each complete model, in the order of its parts, by name without a part number."""
-    return _complete(file for file in files if not _NO_MODELS.search(PurePosixPath(file).name))
+def models_of(files: Iterable[str], *, drafters: bool = False) -> dict[str, list[str]]:
+    """Return the files of each complete model, in the order of its parts, by name without a part number.
+
+    With `drafters`, models that only draft for others are among them.
+    """
+    return _complete(
+        file
+        for file in files
+        for name in (PurePosixPath(file).name,)
+        if not _NO_MODELS.search(name) and (drafters or not _DRAFTERS.search(name))
+    )
 
 
 def _complete(files: Iterable[str]) -> dict[str, list[str]]:

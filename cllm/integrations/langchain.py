@@ -209,7 +209,7 @@ class CllmChat(BaseChatModel):
         choices: dict[object, str] = {None: "auto", False: "auto", True: "required"}
         choices |= {"any": "required"}
         return self.bind(
-            tools=[convert_to_openai_tool(tool, strict=strict) for tool in tools],
+            tools=[_tool_of(tool, strict) for tool in tools],
             tool_choice=choices.get(choice, choice),
             **kwargs,
         )
@@ -291,6 +291,14 @@ class CllmEmbeddings(Embeddings):
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a question.  Call it in a worker thread; an event loop is a `RuntimeError`."""
         return self._caller.run(partial(self.aembed_query, text), "aembed_query")
+
+
+def _tool_of(
+    tool: dict[str, Any] | type | Callable[..., Any] | BaseTool, strict: bool | None
+) -> dict[str, Any]:
+    """Return a tool in OpenAI's format; LangChain leaves one that is a mapping as it is."""
+    made = convert_to_openai_tool(tool, strict=strict)
+    return made if strict is None else {**made, "function": {**made["function"], "strict": strict}}
 
 
 def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:

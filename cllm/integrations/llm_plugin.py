@@ -66,6 +66,19 @@ class Engines:
                 self._engines[key] = self._start(model, options)
             return self._engines[key]
 
+    def get_for_texts(self, model: str | None) -> tuple[Engine, Caller]:
+        """Return the engine for the vectors of a model: pooled as its file says, or by the mean."""
+        with self._lock:
+            key = (model, "texts")
+            if key not in self._engines:
+                engine, caller = self._start(model, {})
+                assert self._loop is not None
+                if engine.model.embedding is None:  # its memory is needed for the next one
+                    self._loop.wait(engine.aclose)
+                    engine, caller = self._start(model, {"pooling": "mean"})
+                self._engines[key] = engine, caller
+            return self._engines[key]
+
     def _start(self, model: str | None, options: Mapping[str, Any]) -> tuple[Engine, Caller]:
         if self._loop is None:
             self._loop = LoopThread()
@@ -205,9 +218,7 @@ class CllmEmbeddings(llm.EmbeddingModel):
 
     def embed_batch(self, items: Any) -> Iterator[list[float]]:
         """Yield the vector of each text."""
-        engine, caller = ENGINES.get(self._model, mmproj=None)
-        if engine.model.embedding is None:  # the model's file names no pooling
-            engine, caller = ENGINES.get(self._model, pooling="mean")
+        engine, caller = ENGINES.get_for_texts(self._model)
         texts = list(items)
         yield from caller.run(lambda: engine.embed(texts)).tolist()
 

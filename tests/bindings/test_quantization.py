@@ -30,6 +30,8 @@ def test_what_cannot_be_quantized_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path, "regular file"),
         ("/dev/null", "regular file"),
         (f"{target}\0", "NUL"),
+        (tmp_path / ("x" * 300), "regular file"),
+        ("/proc/target.gguf", "in a directory that can be written"),
     ):
         with pytest.raises(InvalidArgumentError, match=rf"target is .*{limit}"):
             quantize(source, path, "Q8_0")

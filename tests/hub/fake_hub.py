@@ -38,6 +38,8 @@ class FakeHub:
         Bytes sent, by path.
     resumes : bool
         False sends the whole file, with status 200, for a request of its rest.
+    page_after_cut : bytes, optional
+        Content that is sent in place of any file from the first answer on that was cut.
     stops_after : int, optional
         Bytes after which an answer with a file pauses: it sets `has_stopped` and waits for `goes_on`.
     """
@@ -51,6 +53,7 @@ class FakeHub:
     listed: dict[str, Any] = field(default_factory=dict)
     stops_after: int | None = None
     resumes: bool = True
+    page_after_cut: bytes | None = None
     has_stopped: Event = field(default_factory=Event)
     goes_on: Event = field(default_factory=Event)
     url: str = ""
@@ -149,6 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if file and self.hub.cut_after:
             data = data[: self.hub.cut_after.pop(0)]
+            if self.hub.page_after_cut is not None:
+                self.hub.sent[file] = self.hub.page_after_cut
         if file and self.hub.stops_after is not None:
             data = data[: self.hub.stops_after]
         if file:  # counted first: the client may be done before this thread resumes

@@ -426,6 +426,26 @@ def test_the_page_of_a_gateway_does_not_take_the_place_of_the_part_that_is_here(
     assert hub.n_sent[FILE] == N_BYTES - len(before)
 
 
+def test_the_page_of_a_gateway_after_a_lost_connection_does_not_take_the_place_of_the_part(
+    hub: FakeHub, cache: Path
+) -> None:
+    hub.cut_after, hub.resumes, hub.page_after_cut = [600_000], False, b"<html>"
+    with pytest.raises(DownloadError, match="the hub sent 6 bytes of"):
+        pull_model(ONE)
+    (part,) = cache.glob("models--*/blobs/*.incomplete")
+    assert part.read_bytes() == FILES[FILE][: part.stat().st_size] != b""
+    assert not [*cache.glob("models--*/blobs/*.anew")]
+
+
+def test_what_is_left_of_an_answer_that_began_anew_is_removed_by_the_next_download(
+    hub: FakeHub, cache: Path
+) -> None:
+    part = begun(cache)
+    part.with_name(f"{part.name}.anew").write_bytes(b"<html>")
+    pull_model(ONE)
+    assert not [*cache.glob("models--*/blobs/*.anew")]
+
+
 def test_a_hub_that_cannot_resume_sends_the_whole_file(hub: FakeHub, cache: Path) -> None:
     begun(cache)
     hub.resumes = False

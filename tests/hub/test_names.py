@@ -32,6 +32,7 @@ FILES = (
         ("hf:a/b/c-Q8_0.gguf", ModelName("a/b", file="c-Q8_0.gguf")),
         ("hf:a/b/dir/c.gguf", ModelName("a/b", file="dir/c.gguf")),
         ("hf:a/b/c+d (1), é.gguf", ModelName("a/b", file="c+d (1), é.gguf")),
+        ("hf:a/b/v1..2/c:d.gguf", ModelName("a/b", file="v1..2/c:d.gguf")),
     ],
 )
 def test_a_name_has_a_repository_and_perhaps_a_quantization_or_a_file(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cllm.engine.json_schema import FORMATS, SchemaDocument, not_enforced, values_of
+from cllm.engine.json_schema import FORMATS, SchemaDocument, count_of, not_enforced, values_of
 from cllm.engine.patterns import is_irregular, with_escapes
 from cllm.errors import InvalidRequestError
 
@@ -139,8 +139,7 @@ def _own_parts(document: SchemaDocument, schema: Mapping[str, Any]) -> Iterator[
     for values in values_of(schema):
         texts = [literal(value) for value in values if isinstance(value, str)]
         yield f"({' | '.join(texts)})" if texts else None
-    n_min, n_max = int(schema.get("minLength", 0)), schema.get("maxLength")
-    n_max = None if n_max is None else int(n_max)
+    n_min, n_max = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
     if n_max is not None and n_min > n_max:
         yield None
     elif n_min or n_max is not None:

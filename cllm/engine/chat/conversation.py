@@ -54,7 +54,8 @@ def mended(
     one_each = abilities.tool_calls and not abilities.parallel_tool_calls
     said = _with_ids(messages)
     said = _one_call_each(said) if one_each else said
-    if not abilities.user_after_result:  # roles alternate, and calls without results do not count
+    # If roles alternate, a call without a result leaves two messages of the user side by side.
+    if abilities.tool_calls and not abilities.user_after_result:
         said = _with_results(said)
     chat = [
         mended_one
@@ -96,9 +97,10 @@ def _with_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if message["role"] in RESULTS:
             open_ids = [each for each in open_ids if each != message.get("tool_call_id")]
-        else:
-            results = ({"role": "tool", "tool_call_id": each} for each in open_ids)
-            said += [{**result, "content": NO_RESULT} for result in results]
+        elif message["role"] not in SYSTEMS:
+            said += [
+                {"role": "tool", "tool_call_id": each, "content": NO_RESULT} for each in open_ids
+            ]
             open_ids = [call["id"] for call in message.get("tool_calls") or ()]
         said.append(message)
     return said

@@ -216,8 +216,11 @@ class ValueGrammar:
         for pattern in (pattern for pattern, text in texts.items() if text is None):
             self._document.cannot(f"patternProperties: {pattern}")
         patterns = [(f"/{text}/", kind.patterns[key]) for key, text in texts.items() if text]
+        rest = kind.rest
+        if len(patterns) < len(texts):  # any key may be one of the pattern
+            patterns, rest = [], True
         taken = [(text, schema, known) for text, schema in patterns]
-        taken.append((FREE_KEY, kind.rest, known + [text for text, _ in patterns]))
+        taken.append((FREE_KEY, rest, known + [text for text, _ in patterns]))
         found: list[str] = []
         for terminal, schema, bad in taken:
             key = self.name("FREE")
@@ -300,6 +303,8 @@ class ValueGrammar:
             return self.native(one, notation) if self._document.types(one) else None
 
         n_first, n_max = len(kind.first), kind.n_max
+        if n_max is not None and kind.n_min > n_max:
+            return None
         rest = item(n_first) if n_max is None or n_max > n_first else None
         n_more = max(kind.n_min - n_first, 0)
         limit = None if n_max is None else n_max - n_first

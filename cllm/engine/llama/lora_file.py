@@ -56,8 +56,10 @@ def _misfit(lora: Shapes, model: Shapes) -> str:
         is_input = (suffix == "lora_a") != base.endswith("token_embd.weight")
         dimension = 0 if is_input else 1
         own = 1 if base.endswith("token_embd.weight") else dimension
-        # Matrices, or one for each expert: llama.cpp does not compare the numbers of experts.
-        is_like = len(shape) == len(model[base]) in (2, 3) and shape[2:] == model[base][2:]
+        # A matrix, or one for each expert: llama.cpp does not compare the numbers of experts.
+        n_dimensions = 3 if base.endswith("_exps.weight") else 2
+        is_like = len(shape) == len(model[base]) == n_dimensions
+        is_like &= shape[2:] == model[base][2:]
         if not is_like or shape[own] != model[base][dimension]:
             return f"{name} has the shape {shape}, {base} has {model[base]}"
     return ""

@@ -13,7 +13,7 @@ from cllm.bindings import Model
 from cllm.engine.chat.call_literals import PythonCalls
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import ChatTokenizer
-from cllm.engine.chat.conversation import mended, mended_tools
+from cllm.engine.chat.conversation import NO_RESULT, mended, mended_tools
 from cllm.engine.config import EMBEDDED_MODEL
 from tests.engine.chat.test_chat_template import FEW_IN_FAST, TEMPLATES
 from tests.engine.chat.test_output_parser import Channels, channels_of
@@ -156,6 +156,22 @@ def test_every_conversation_is_rendered_and_nothing_of_it_is_left_out(chat: Chat
                 assert "Paris" in text, name
         if has_tools:
             assert "get_weather" in text, name
+        assert NO_RESULT not in text or name in (
+            "a user behind a call",
+            "a user behind one result of two",
+        ), name
+
+
+@pytest.mark.parametrize(
+    "chat", [p for p in TEMPLATES if "istral" in p.stem], ids=lambda path: path.stem, indirect=True
+)
+def test_a_call_whose_result_comes_after_a_system_message_has_that_result_alone(
+    chat: ChatTokenizer,
+) -> None:
+    user, called, result = tool_loop(None)
+    text = text_of(chat, [user, called, SYSTEM, result, MORE], tools=[TOOL])
+    assert "20 degrees" in text
+    assert NO_RESULT not in text
 
 
 def read_back(chat: ChatTokenizer, message: Message) -> tuple[str, Channels]:
