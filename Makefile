@@ -79,11 +79,11 @@ CLIENTS_LEAVE := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableEx
 # PYTEST_ARGS="-m real" lets each agent ask SmolLM2: four minutes.
 test-clients:
 	@PYTHON=$(PYTHON) tools/setup.sh clients
-	@.venv-clients/bin/python -m pytest -q $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
+	@.venv-clients/bin/python -m pytest -q $(CLIENTS_LEAVE) --timeout=300 tests/clients $(PYTEST_ARGS)
 
 clients-newest:
 	@PYTHON=$(PYTHON) tools/setup.sh newest
-	@.venv-newest/bin/python -m pytest -q $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
+	@.venv-newest/bin/python -m pytest -q $(CLIENTS_LEAVE) --timeout=300 tests/clients $(PYTEST_ARGS)
 
 # Fetches the models into the cache directory, once.
 test-real:
