@@ -27,11 +27,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import _cllm_pytest
 from cllm import Engine, EngineConfig, log_once
-from cllm.engine.constraints import trial as trial_module
 from cllm.engine.core.commands import AddRequest, Command
 from cllm.engine.core.row_cost import RowCost
 from cllm.engine.process.engine_process import EngineProcess
 from cllm.engine.thread.mailbox import Inbox
+from tests.time_limits import raise_time_limits
 from tools import make_model
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the hypothesis profile of the run, and set the defaults of engines.
+    """Load the hypothesis profile of the run, and set the defaults of engines and the limits of their helpers.
 
     `process=True` is the default with --over-process.  No engine uses what the developer's own engines have tuned.
     None guesses tokens by default: how many ticks an answer takes would depend on the speed of the machine.
@@ -109,6 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
     defaults = EngineConfig.__init__.__kwdefaults__
     assert defaults is not None
     defaults["tune"] = defaults["speculation"] = None
+    raise_time_limits()  # some tests set others
     _cllm_pytest.HIDDEN.clear()  # here, the frames of cllm say what is wrong
     if config.getoption("--over-process"):
         defaults["process"] = True
@@ -162,14 +163,6 @@ def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give rows a fixed small cost, so that drafts do not depend on how busy the machine is."""
     for name in ("seconds", "measured"):
         monkeypatch.setattr(RowCost, name, lambda _self, n_rows: 1.0 + 0.001 * n_rows)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _trials_have_time() -> Iterator[None]:
-    """Raise the time limit of trials, so that a busy machine refuses no constraint; some tests set another."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_module, "TRIAL_S", 9.0)  # an alarm ends the trial process after 10 s
-        yield
 
 
 def indices_selected(request: pytest.FixtureRequest, test: Callable[..., object]) -> list[int]:

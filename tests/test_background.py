@@ -22,7 +22,7 @@ def test_what_ends_by_ctrl_c_ends_where_sigint_is_ignored() -> None:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", name]
     command = [sys.executable, "-c", IN_THE_BACKGROUND, *pytest]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout

@@ -117,7 +117,7 @@ def test_the_tests_of_the_page_about_testing_pass(tmp_path: Path) -> None:
         (tmp_path / f"test_program_{number}.py").write_text(program)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:asyncio", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stdout
     # The test client of starlette may warn of the version of httpx.

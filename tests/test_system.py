@@ -78,6 +78,7 @@ with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server, end
 """
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("missing", "program"),
     [
@@ -96,7 +97,7 @@ def test_an_engine_runs_without_the_functions_that_a_system_lacks(
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path,
-        capture_output=True, text=True, check=False, timeout=50,
+        capture_output=True, text=True, check=False, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from cllm import InvalidArgumentError
 from cllm.bindings import Context, Model, Placement, devices, library
 from cllm.bindings import _llama_h as h
 from cllm.engine.config import EMBEDDED_MODEL
+from tests.conftest import n_threads
 
 
 def test_the_processor_is_a_device_with_memory() -> None:
@@ -91,6 +91,6 @@ def test_poll_is_rejected_with_openmp_and_changes_the_threads_without() -> None:
             ):
                 Context(model, n_ctx=256, poll=10)
             return
-        n_threads = len([*Path("/proc/self/task").iterdir()])
+        n_before = n_threads()
         with Context(model, n_ctx=256, poll=0, n_threads=4, n_threads_batch=4):
-            assert len([*Path("/proc/self/task").iterdir()]) >= n_threads + 3
+            assert n_threads() >= n_before + 3

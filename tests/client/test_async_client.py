@@ -160,7 +160,7 @@ def test_a_client_and_its_streams_may_be_made_before_an_event_loop_runs() -> Non
 
 
 HI = {"text": "Hi"}
-HELD = {"times": 1, "text": "0123456789"}
+HELD = {"times": 1, "text": "0123456789" * 30}
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def served_model() -> Iterator[str]:
         # A full pipe would stop the server.
         threading.Thread(target=process.stderr.read, daemon=True).start()
         try:
-            while httpx.get(f"{url}/health").status_code != 200:
+            while httpx.get(f"{url}/health", timeout=60).status_code != 200:
                 pass
             yield url
         finally:
@@ -145,6 +145,7 @@ def served_model() -> Iterator[str]:
 
 
 def say(page: Any, text: str) -> None:
-    """Send a message."""
+    """Send a message as soon as the page takes one: "Stop" has the place of "Send" while an answer comes."""
+    page.locator("#send").wait_for()
     page.get_by_label("Message", exact=True).fill(text)
     page.get_by_label("Message", exact=True).press("Enter")

@@ -25,6 +25,8 @@ from playwright.sync_api import Page, Route, expect
 
 from tests.clients.conftest import N_STREAMS, say
 
+URL = "**/v1/chat/completions"
+
 
 def test_an_answer_comes_with_its_thought_folded_and_survives_a_reload(
     page: Page, base_url: str
@@ -139,21 +141,26 @@ def test_a_chat_with_such_a_text_goes_on_and_opens_again(
 
 
 def test_an_answer_can_be_stopped_edited_and_made_again(page: Page, served_model: str) -> None:
+    def without_end(route: Route) -> None:
+        route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
+
     page.goto(served_model)
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("0")
+    page.route(URL, without_end)
     say(page, "count:1..199")
     expect(page.locator(".message.assistant .variant > p").first).to_contain_text("1 2 3")
     page.keyboard.press("Escape")
     expect(page.locator(".facts")).to_contain_text("stopped")
     expect(page.get_by_role("button", name="Send")).to_be_visible()
-    while any(slot["request_id"] for slot in httpx.get(f"{served_model}/slots").json()):
+    while any(slot["request_id"] for slot in httpx.get(f"{served_model}/slots", timeout=60).json()):
         pass  # its cells are free again
+    page.unroute(URL)
     page.get_by_role("button", name="Edit").click()
     page.get_by_label("Edited message").fill("1+1=")
     page.get_by_label("Edited message").press("Enter")
     asked: Any = {"messages": [{"role": "user", "content": "1+1="}], "temperature": 0, "model": "m"}
-    right = httpx.post(f"{served_model}/v1/chat/completions", json=asked).json()
+    right = httpx.post(f"{served_model}/v1/chat/completions", json=asked, timeout=60).json()
     expect(page.locator(".variant > p").first).to_have_text(
         right["choices"][0]["message"]["content"]
     )
@@ -445,20 +452,22 @@ def test_pictures_are_not_offered_for_a_model_that_takes_none(
 
 def test_a_page_that_is_opened_early_waits_for_the_model(page: Page, base_url: str) -> None:
     told: list[dict[str, Any]] = [
-        {"status": 503, "json": {"status": "starting", "reason": "the model is being loaded"}},
         {"status": 502, "body": "<html>", "content_type": "text/html"},  # of a proxy
     ]
 
     def fulfil(route: Route) -> None:
         if told:
-            route.fulfill(**told.pop())
+            route.fulfill(**told[0])
         else:
             route.continue_()
 
     page.route("**/health", fulfil)
     page.goto(base_url)
     expect(page.get_by_role("status")).to_have_text("502 Bad Gateway")
+    starting = {"status": "starting", "reason": "the model is being loaded"}
+    told[0] = {"status": 503, "json": starting}
     expect(page.get_by_role("status")).to_have_text("the model is being loaded")
+    told.clear()
     expect(page.get_by_role("button", name="Add a picture")).to_be_visible()
     expect(page.get_by_role("status")).to_have_text("")
 

@@ -580,7 +580,8 @@ def test_a_library_that_was_not_loaded_is_loaded_later(page: Page, base_url: str
     page.goto(base_url)
     answers(page, "$a$")
     page.route("**/page/temml.js", lambda route: route.abort())
-    say(page, "formula")
+    with page.expect_console_message(lambda said: "shown as plain text" in said.text):
+        say(page, "formula")
     expect(answer_of(page)).to_contain_text("$a$")
     answers(page, "$b$")  # and the library, from now on
     say(page, "formula")

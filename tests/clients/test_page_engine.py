@@ -149,6 +149,7 @@ def test_a_click_on_a_sequence_opens_the_chat_that_it_answers(page: Page, base_u
     page.route("**/v1/chat/completions", lambda route: route.fulfill(
         headers={"content-type": "text/event-stream", "x-request-id": "r0"}, body=": nothing yet\n\n"
     ))  # fmt: skip
+    page.add_init_script(STREAM)
     page.goto(base_url)
     page.evaluate(
         """() => {
@@ -163,10 +164,9 @@ def test_a_click_on_a_sequence_opens_the_chat_that_it_answers(page: Page, base_u
     )
     say(page, "the one that is answered")
     page.get_by_role("button", name="New chat").click()
-    page.route("**/live", lambda route: route.fulfill(
-        headers={"content-type": "text/event-stream"}, body=f"data: {json.dumps(frame(1))}\n\n"
-    ))  # fmt: skip
     page.get_by_role("tab", name="Engine").click()
+    page.wait_for_function("window.tell !== undefined")
+    tells(page, frame(1))
     expect(page.locator("#slots tr")).not_to_have_count(0)
     page.locator("#lanes").click(position={"x": 100, "y": 10})
     expect(page.locator(".message.user .text")).to_have_text("the one that is answered")

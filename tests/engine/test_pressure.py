@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from cllm import Completion, Engine, FinishReason, SamplingOptions, TokenStream
+from cllm.engine.core.commands import CancelRequest, Command
 from cllm.engine.core.tick_cost import TickCost
 from tests.conftest import QUIET, running_batch, submitted_together
 
@@ -149,10 +150,12 @@ async def test_the_second_turn_of_a_chat_computes_only_what_is_new(engine: Engin
 
 
 # --- Cancelling ---------------------------------------------------------------------------------
+@pytest.mark.same_process("when a command reaches another process is not known")
 async def test_cancelling_a_long_prefill_ends_it_before_the_second_tick(
-    anyio_backend: str, tmp_path: Path
+    anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its chunks are never computed after that, and nobody else notices."""
+    submitted_at = 0.0
     path = tmp_path / "trace.json"
     question, answer = counting(1, 150)
     async with Engine(n_ctx=8192, n_seq_max=4, n_batch=16, trace=path, **QUIET) as engine:
@@ -163,9 +166,18 @@ async def test_cancelling_a_long_prefill_ends_it_before_the_second_tick(
         await long.__aenter__()
         while engine.statistics().n_prefill_tokens < 200:
             await others[0].__anext__()
-        cancelled_at = 1e6 * time.perf_counter()
+        put = engine._parts.inbox.put
+
+        def put_and_note(command: Command) -> None:
+            nonlocal submitted_at
+            put(command)
+            if isinstance(command, CancelRequest):
+                submitted_at = 1e6 * time.perf_counter()
+
+        monkeypatch.setattr(engine._parts.inbox, "put", put_and_note)
         await long.cancel()
         cancelled = await long.completion()
+        assert submitted_at
         assert cancelled.finish_reason is FinishReason.CANCELLED
         assert [c.text for c in await finish_all(others)] == [answer] * 2
         await settle(engine)
@@ -175,7 +187,7 @@ async def test_cancelling_a_long_prefill_ends_it_before_the_second_tick(
         for e in events
         if e["name"] == "thread_name" and e["args"]["name"] != "tick"
     }
-    later = [e for e in events if e["name"] == "prefill" and e["ts"] > cancelled_at]
+    later = [e for e in events if e["name"] == "prefill" and e["ts"] > submitted_at]
     assert len([e for e in later if names[e["tid"]] == "long"]) <= 1
 
 

@@ -118,7 +118,7 @@ async def test_every_stream_goes_on_with_the_same_tokens_when_the_process_is_kil
     number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     restarts: list[Restart] = []
-    async with Engine(on_restart=restarts.append, **EXACT) as engine:
+    async with Engine(on_restart=restarts.append, stream_buffer=8, **EXACT) as engine:
         await check_that_all_goes_on(engine, number)
         (restart,) = restarts
     assert number.name in restart.cause
@@ -166,24 +166,26 @@ async def check_that_all_goes_on(engine: Engine, number: signal.Signals) -> None
     assert engine.health().status == "ready"
 
 
-async def test_an_answer_without_a_seed_goes_on_with_its_own_draws(engine: Engine) -> None:
-    ids, text, completion = await read(
-        engine,
-        lambda n: send(engine, signal.SIGKILL) if n == 9 else None,
-        temperature=1.5,
-        max_tokens=40,
-        ignore_eos=True,
-    )
-    assert len(ids) == 40
-    assert tuple(ids) == completion.token_ids
-    assert text == completion.text
-    assert completion.timings.ttft_s is not None
-    assert completion.timings.itl_max_s is not None
-    assert engine.statistics().n_output_tokens >= 40
+async def test_an_answer_without_a_seed_goes_on_with_its_own_draws() -> None:
+    async with Engine(stream_buffer=4, **EXACT) as engine:
+        ids, text, completion = await read(
+            engine,
+            lambda n: send(engine, signal.SIGKILL) if n == 9 else None,
+            temperature=1.5,
+            max_tokens=40,
+            ignore_eos=True,
+        )
+        assert len(ids) == 40
+        assert tuple(ids) == completion.token_ids
+        assert text == completion.text
+        assert completion.timings.ttft_s is not None
+        assert completion.timings.itl_max_s is not None
+        assert engine.statistics().n_output_tokens >= 40
+        assert engine.statistics().n_restarts == 1
 
 
 async def test_a_process_that_stands_still_is_killed_and_replaced() -> None:
-    async with Engine(**EXACT, hang_timeout_s=1.0) as engine:
+    async with Engine(**EXACT, hang_timeout_s=5.0, stream_buffer=4) as engine:
         whole = await engine.generate(PROMPT, temperature=0, max_tokens=40)
         n_crashes: list[int] = []
 
@@ -458,7 +460,7 @@ async def test_a_process_that_always_ends_ends_the_requests_and_then_the_engine(
             except (GenerationError, EngineFailedError) as error:
                 errors.append(error)
 
-        with anyio.fail_after(60):
+        with anyio.fail_after(250):
             async with anyio.create_task_group() as tasks:
                 for _ in range(3):
                     tasks.start_soon(ask)
@@ -523,7 +525,7 @@ async def test_a_dropped_engine_ends_its_process() -> None:
 
     with pytest.warns(ResourceWarning, match="dropped without being closed"):
         forget()
-    await anyio.to_thread.run_sync(process.join, 10)
+    await anyio.to_thread.run_sync(process.join, 50)
     assert not process.is_alive
 
 

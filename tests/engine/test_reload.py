@@ -16,6 +16,7 @@ from cllm import (
     InvalidArgumentError,
     ModelLoadError,
 )
+from cllm.engine.parts import Parts
 from cllm.testing import FakeEngine
 from tests.conftest import QUIET
 
@@ -128,18 +129,20 @@ async def test_what_does_not_fit_beside_the_present_one_is_refused(
     assert (await engine.generate("1+1=", temperature=0)).text == "2"
 
 
-async def test_cancelled_before_the_new_one_is_loaded_it_changes_nothing(engine: Engine) -> None:
-    present = engine._parts
-    with anyio.CancelScope() as scope:
-        async with anyio.create_task_group() as tasks:
+async def test_cancelled_before_the_new_one_is_loaded_it_changes_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present, start, scope = engine._parts, engine._start, anyio.CancelScope()
 
-            async def cancel() -> None:
-                while engine._started == [present]:
-                    await anyio.lowlevel.checkpoint()
-                scope.cancel()
+    def start_and_cancel(*given: Any) -> Parts:
+        new = start(*given)
+        scope.cancel()
+        return new
 
-            tasks.start_soon(cancel)
-            await engine.reload(n_ctx=2048)
+    monkeypatch.setattr(engine, "_start", start_and_cancel)
+    with scope:
+        await engine.reload(n_ctx=2048)
+    assert scope.cancelled_caught
     assert (engine._parts, engine._started) == (present, [present])
     assert engine.config.n_ctx == 4096
     assert (await engine.generate("1+1=", temperature=0)).text == "2"

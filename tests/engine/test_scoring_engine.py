@@ -126,7 +126,9 @@ async def test_a_prompt_is_scored_the_same_alone_and_in_company_of_eight(
         await engine.reset_prefix_cache()
         async with AsyncExitStack() as stack:
             for number in range(4):
-                stream = engine.stream(f"count:{number}..99", temperature=0)
+                stream = engine.stream(
+                    f"count:{number}..99", temperature=0, ignore_eos=True, max_tokens=800
+                )
                 await (await stack.enter_async_context(stream)).__anext__()
             with submitted_together(engine, 5):
                 async with anyio.create_task_group() as tasks:

@@ -24,8 +24,13 @@ async def engine() -> AsyncIterator[Engine]:
 
 
 async def slot_of(engine: Engine, state: str) -> int:
-    """The seq_id of the first slot in this state."""
-    return next(slot.seq_id for slot in await engine.slots() if slot.state == state)
+    """Return the seq_id of the first slot in this state; "occupied": with a request, which may be paused."""
+    slots = await engine.slots()
+    return next(
+        slot.seq_id
+        for slot in slots
+        if (slot.request_id is not None if state == "occupied" else slot.state == state)
+    )
 
 
 async def test_an_erased_slot_shares_nothing_any_more(engine: Engine) -> None:
@@ -44,7 +49,7 @@ async def test_the_slot_of_a_running_request_is_not_erased(engine: Engine) -> No
     async with engine.stream(HEAD, **GREEDY | {"max_tokens": 200}) as stream:
         await anext(stream)
         with pytest.raises(InvalidRequestError, match="a slot without a running request"):
-            await engine.erase_slot(await slot_of(engine, "decode"))
+            await engine.erase_slot(await slot_of(engine, "occupied"))
         assert (await stream.completion()).token_ids == alone.token_ids
 
 

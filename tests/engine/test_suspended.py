@@ -289,8 +289,10 @@ async def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
 IN_ANOTHER_PROCESS = """
 import json, sys
 import anyio, cllm
+from tests.time_limits import raise_time_limits
 
 async def main():
+    raise_time_limits()
     async with cllm.Engine(**json.loads(sys.argv[2])) as engine:
         n_computed = engine.statistics().n_prefill_tokens
         completion = await engine.resume(cllm.SavedGeneration.load(sys.argv[1])).completion()
@@ -312,7 +314,9 @@ async def test_another_process_goes_on_with_the_same_tokens(
         saved = await stream.suspend()
     saved.save(tmp_path / "saved")
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path / "saved"), json.dumps(EXACT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     text, token_ids, finish_reason, n_computed = json.loads(done.stdout.splitlines()[-1])
     assert (text, tuple(token_ids), finish_reason) == (

@@ -34,6 +34,7 @@ from tests.reliability.leak_workload import OPTIONS, Reading, serve
 from tests.reliability.record import ROOT, Record, Table, conclude
 from tests.reliability.sanitized import Findings, NotBuiltError
 from tests.reliability.sanitizers import describe
+from tests.time_limits import raise_time_limits
 from tools import make_projector
 
 # The engine keeps the times of its last 512 ticks.  The warm-up must be long enough to fill this list, and
@@ -244,6 +245,7 @@ def main() -> int:
     parser.add_argument("--stops", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.stops:
+        raise_time_limits()
         served = anyio.run(partial(serve_here, options.stops, loses_samplers=options.lose_samplers))
         json.dump(asdict(served), sys.stdout)
         return 0

@@ -24,6 +24,7 @@ import anyio
 from cllm import Engine, SavedGeneration
 from tests.engine.samplings import PROMPTS, SAMPLINGS
 from tests.reliability.determinism import model_path
+from tests.time_limits import raise_time_limits
 
 N_PROMPTS, N_OUTPUT = 3, 12
 COMMAND = (sys.executable, "-m", "tests.reliability.suspensions")
@@ -103,6 +104,7 @@ def main() -> int:
     parser.add_argument("--half", choices=("save", "resume"))
     parser.add_argument("--directory", type=Path)
     given = parser.parse_args()
+    raise_time_limits()
     if given.half == "save":
         anyio.run(save, given.directory, given.model, given.each)
     if given.half == "resume":

@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from tests.reliability.damaged_models import Verdict, examine, findings
+from tests.reliability.damaged_models import BUSY_LIMIT_S, Verdict, examine, findings
 from tests.reliability.gguf_damage import BASES, KINDS, N_FILES, base, corpus, damage, members
 
 pytestmark = pytest.mark.full
@@ -22,7 +22,7 @@ def verdicts() -> list[list[Verdict]]:
 
 @pytest.mark.timeout(300)
 def test_a_damaged_file_harms_nobody(verdicts: list[list[Verdict]]) -> None:
-    assert findings(verdicts) == []
+    assert findings(verdicts, limit_s=BUSY_LIMIT_S) == []
 
 
 def test_some_load_some_are_refused_and_some_end_the_process_that_tries_them(
@@ -76,4 +76,4 @@ def test_a_host_that_grows_is_found() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_all_damaged_files_harm_nobody() -> None:
-    assert findings(examine(corpus())) == []
+    assert findings(examine(corpus()), limit_s=BUSY_LIMIT_S) == []

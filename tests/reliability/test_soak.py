@@ -38,6 +38,7 @@ from tests.reliability.soak_phases import (
     queue_full,
     with_faults,
 )
+from tests.time_limits import raise_time_limits
 
 pytestmark = [pytest.mark.anyio, pytest.mark.full]
 
@@ -72,7 +73,8 @@ async def test_a_soak_finds_no_wrong_answer_and_nothing_that_grows(
     # In a process of its own: other tests leave malloc arenas, that the threads of the soak's
     # engines take by turns, and each of them grows to its largest use (21.8 MiB were seen).
     run = partial(soak, minutes, seed=1, n_requests=n_requests, phase_s=phase_s)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, raise_time_limits) as pool:
         found = await anyio.to_thread.run_sync(pool.submit(anyio.run, run).result)
     assert found.complaints() == []
     assert found.n_rounds >= 1, "every phase, on every kind of engine"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -195,7 +195,7 @@ class Server:
             self.process.kill()
         self.process.wait()
         for pid in self.engine_pids[-1:]:  # only the newest can be alive
-            if is_alive(pid):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 

@@ -184,8 +184,9 @@ def test_a_connection_too_many_is_told_so_while_all_others_work(tmp_path: Path) 
     body = {**ENDLESS, "stream": True}
     with running(tmp_path / "log", "--max-connections", str(N_MIN)) as server, ExitStack() as stack:
         for _ in range(N_MIN):
-            stack.enter_context(httpx.stream("POST", f"{server.url}/generate", json=body))
-        refused = httpx.get(f"{server.url}/health")
+            url = f"{server.url}/generate"
+            stack.enter_context(httpx.stream("POST", url, json=body, timeout=60))
+        refused = httpx.get(f"{server.url}/health", timeout=60)
     assert refused.status_code == 503
     assert refused.json()["error"]["message"] == "too many connections"
 
@@ -199,7 +200,7 @@ def test_a_connection_that_is_kept_open_after_an_answer_makes_room_for_a_new_one
             for _ in range(N_MIN)
         ]
         assert {status_over(each) for each in kept} == {200}
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert {status_over(each) for each in kept[1:]} == {200}
         assert kept[0].sock.recv(1) == b""  # it was idle for longest
 

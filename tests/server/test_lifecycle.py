@@ -105,8 +105,11 @@ def test_sigterm_admits_nobody_and_finishes_what_runs(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     headers = {"X-Request-ID": "running"}
-    with running(tmp_path / "log", *options) as server, server.client(headers=headers) as client:
-        with streaming(client, max_tokens=2000) as lines:
+    with (
+        running(tmp_path / "log", *VAST, "--drain-timeout", "200", *options) as server,
+        server.client(headers=headers) as client,
+    ):
+        with streaming(client, max_tokens=4000) as lines:
             server.process.send_signal(signal.SIGTERM)
 
             wait_until(lambda: is_refused(server), "new connections are refused")

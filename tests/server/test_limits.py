@@ -77,9 +77,9 @@ def status_of(answer: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Half a second for headers, the same for bodies, one for idle connections."""
+    """Two seconds for headers, half a second for bodies, four for idle connections."""
     path = tmp_path_factory.mktemp("impatient") / "log"
-    with hasty(path, header_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=1) as server:
+    with hasty(path, header_timeout_s=2, body_timeout_s=0.5, keep_alive_s=4) as server:
         yield server
 
 

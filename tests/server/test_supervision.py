@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -150,12 +151,13 @@ def test_states_reach_a_supervisor_and_without_one_nothing_happens(
         notify("READY=1")
         assert supervisor.recv(100) == b"READY=1"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
-        supervisor.bind("\0cllm-test-notify")
-        monkeypatch.setenv("NOTIFY_SOCKET", "@cllm-test-notify")
+        name = f"cllm-test-notify-{os.getpid()}"
+        supervisor.bind(f"\0{name}")
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
         notify("STOPPING=1")
         assert supervisor.recv(100) == b"STOPPING=1"
     notify("STOPPING=1")
-    assert "cannot notify @cllm-test-notify" in caplog.text
+    assert f"cannot notify @{name}" in caplog.text
 
 
 @pytest.mark.full
@@ -165,7 +167,7 @@ def test_an_operators_hour_loses_no_token(tmp_path: Path) -> None:
         supervisor.bind(str(tmp_path / "notify"))
         supervisor.settimeout(60)
         environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "CLLM_ADMIN_KEY": "admin"}
-        options = ("--n-seq-max", "64", "--n-ctx", "65536")
+        options = ("--n-seq-max", "64", "--n-ctx", "65536", "--drain-timeout", "200")
         with running(tmp_path / "log", *options, environment=environment) as server:
             assert supervisor.recv(100) == b"READY=1"
             answers: list[str] = []

@@ -128,9 +128,11 @@ async def test_a_grammar_that_no_token_goes_on_with_is_refused(trial: Constraint
 async def test_what_takes_too_long_is_refused_and_the_next_is_tried(
     trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_module, "TRIAL_S", 0.7)  # an endless call is not worth two seconds
     field, text = SLOW
-    assert (await verdict(trial, text, field) or "").startswith("one that can be followed a while")
+    with monkeypatch.context() as patch:
+        patch.setattr(trial_module, "TRIAL_S", 0.7)  # an endless call is not worth nine seconds
+        refusal = await verdict(trial, text, field)
+    assert (refusal or "").startswith("one that can be followed a while")
     assert await verdict(trial, 'root ::= "ok"') is None
 
 
@@ -266,7 +268,16 @@ async def test_closing_ends_a_trial_and_the_process(
 
 
 @pytest.mark.anyio
-async def test_closing_during_the_start_ends_the_process(trial: ConstraintTrial) -> None:
+async def test_closing_during_the_start_ends_the_process(
+    trial: ConstraintTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until_ready = trial._child._wait_until_ready
+
+    def stop_and_wait(process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGSTOP)  # it gets no further
+        wait_until_ready(process)
+
+    monkeypatch.setattr(trial._child, "_wait_until_ready", stop_and_wait)
     with anyio.fail_after(30):
         async with anyio.create_task_group() as group:
 

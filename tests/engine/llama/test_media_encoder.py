@@ -426,6 +426,7 @@ def test_an_encode_resumes_where_no_decode_follows(scene: Scene) -> None:
 
     thread = threading.Thread(target=decode)
     thread.start()
+    wait_until(lambda: scene.encoder._is_decoding)
     scene.projector.ends.put(False)
     thread.join(WAIT_S)
     scene.projector.began.get(timeout=WAIT_S)  # by itself

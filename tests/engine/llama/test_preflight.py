@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,12 +284,26 @@ async def test_a_child_that_ends_without_an_answer_is_an_error(
     assert (await failure_of(None)).reason.startswith(reason)
 
 
+# After this, processes that try a model are stopped as soon as they begin, and `stopped` has their ids.
+STOP_TRIALS = """
+import signal
+from cllm.engine.llama.preflight import Preflight
+stopped, converse = [], Preflight._converse
+def stop_and_converse(preflight, process, *given):
+    process.send_signal(signal.SIGSTOP)
+    stopped.append(process.pid)
+    return converse(preflight, process, *given)
+def stop_trials():
+    Preflight._converse = stop_and_converse
+"""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_trials_that_pass_fail_or_are_cancelled_leak_nothing(
     backend: str, deadly_model: Path
 ) -> None:
-    done = run_child(f"""
+    code = f"""
         import gc
         from cllm import ModelLoadError
         async def main():
@@ -298,34 +313,35 @@ def test_trials_that_pass_fail_or_are_cancelled_leak_nothing(
                 await Engine({str(deadly_model)!r}, preflight=True).__aenter__()
             except ModelLoadError:
                 pass
+            stop_trials()
             engine = Engine(preflight=True, **OPTIONS)
             async with anyio.create_task_group() as group:
                 group.start_soon(engine.__aenter__)
-                while not (engine._status and engine._parts.thread._backend.preflight._process):
+                while not stopped:
                     await anyio.lowlevel.checkpoint()
                 group.cancel_scope.cancel()
             gc.collect()
         anyio.run(main, backend={backend!r})
         gc.collect()
         assert threading.active_count() == 1, threading.enumerate()
-    """)
-    assert_clean(done)
+    """
+    assert_clean(run_child(STOP_TRIALS + textwrap.dedent(code)))
 
 
 def test_a_program_that_ends_during_a_trial_ends_the_child() -> None:
-    done = run_child("""
-        import signal
+    code = """
+        stop_trials()
         loop = asyncio.new_event_loop()
         engine = Engine(preflight=True, **OPTIONS)
         async def main():
             start = asyncio.create_task(engine.__aenter__())
-            while not (engine._status and (child := engine._parts.thread._backend.preflight._process)):
+            while not stopped:
                 await asyncio.sleep(0)
-            os.kill(child.pid, signal.SIGSTOP)  # for ever
-            print(child.pid)
+            print(*stopped)
             return start
         start = loop.run_until_complete(main())
-    """)
+    """
+    done = run_child(STOP_TRIALS + textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     assert not is_there(int(done.stdout))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import anyio.lowlevel
 import pytest
 from hypothesis import given
@@ -145,14 +146,16 @@ async def test_what_a_stop_string_holds_back_is_gone_round_too() -> None:
 
 @pytest.mark.anyio
 async def test_a_stream_that_is_cancelled_ends_before_a_banned_string() -> None:
-    async with Engine(n_ctx=1024, **QUIET) as engine:
+    async with Engine(n_ctx=1024, stream_buffer=16, **QUIET) as engine:
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
         free = await engine.generate("count:11..40", **options)
         async with engine.stream(
             "count:11..40", banned_strings=[free.text[6:9]], **options
         ) as stream:
             deltas = [await anext(stream)]
-            await engine.audit()  # it has computed beyond the banned string
+            with anyio.fail_after(30):
+                while not engine.statistics().n_paused:  # it has computed beyond the banned string
+                    await engine.audit()
             await stream.cancel()
             deltas += [delta async for delta in stream]
         text = "".join(delta.text for delta in deltas)

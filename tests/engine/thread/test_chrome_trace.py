@@ -15,7 +15,7 @@ import pytest
 from cllm import Engine, InvalidArgumentError
 from cllm.engine.thread.chrome_trace import ChromeTrace
 from cllm.testing import FakeEngine
-from tests.conftest import QUIET
+from tests.conftest import QUIET, submitted_together
 from tests.engine.test_process import send
 
 pytestmark = pytest.mark.anyio
@@ -87,7 +87,8 @@ async def test_preemptions_and_the_fill_of_the_engine_are_there(tmp_path: Path) 
     path = tmp_path / "trace.json"
     options: dict[str, Any] = {"n_ctx": 24, "n_seq_max": 4, "prefix_cache": False}
     async with FakeEngine(lambda prompt: "x" * 12, trace=path, **options) as engine:
-        await engine.generate_all(["abcd"] * 4)
+        with submitted_together(engine, 4):
+            await engine.generate_all(["abcd"] * 4)
         n_preemptions = engine.statistics().n_preemptions
     assert n_preemptions
     events = events_of(path)

@@ -7,7 +7,7 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,25 @@ import pytest
 from cllm import Engine, InvalidArgumentError
 from cllm.engine import state_file
 from cllm.engine.core.commands import PrefixLoaded
+from cllm.engine.core.saved_states import SavedStates
 from cllm.engine.request import SequenceState
 from cllm.engine.state_file import MAGIC
 from cllm.engine.thread import prefix_files
 from cllm.engine.thread.prefix_files import SUFFIX, PrefixFiles
 from cllm.testing import FakeEngine
-from cllm.testing.fake_decoder import FakeRun
 from tests.conftest import QUIET
 
 KNOWN, OTHER = "known " * 40, "other " * 45
 ANSWERS = {"": "an answer"}
 SMALL: dict[str, Any] = {"n_ctx": 320, "n_seq_max": 1}
+
+
+@pytest.fixture(autouse=True)
+def _no_time_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write all waiting files at the end, and restore every prefix: a slow disk makes no difference."""
+    monkeypatch.setattr(prefix_files, "CLOSE_S", 50.0)
+    for cost_s in ("copy_s", "restore_s"):
+        monkeypatch.setattr(SavedStates, cost_s, lambda *_: 0.0)
 
 
 class Told:
@@ -226,18 +234,11 @@ def test_what_a_killed_process_has_begun_is_removed_later(tmp_path: Path) -> Non
 pytestmark = [pytest.mark.anyio, pytest.mark.one_loop]
 
 
-def _latency_s(runs: Sequence[FakeRun]) -> float:
-    """A token takes longer to compute than to copy, however busy this machine is."""
-    return 2e-4 * sum(len(run.tokens) for run in runs)
-
-
 async def use(directory: Path, prompts: list[str], **options: Any) -> list[int]:
     """Computed tokens of each of these prompts, one after another."""
     found = []
     options = {**SMALL, **options}
-    async with FakeEngine(
-        ANSWERS, latency_s=_latency_s, prefix_cache_dir=directory, **options
-    ) as engine:
+    async with FakeEngine(ANSWERS, prefix_cache_dir=directory, **options) as engine:
         for prompt in prompts:
             before = engine.statistics()
             assert (await engine.generate(prompt)).text == ANSWERS[""]

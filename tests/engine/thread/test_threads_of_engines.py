@@ -20,6 +20,7 @@ OTHERS_COMPUTE = ProcessorLoad(waiting=0.0, others=2.0, idle=0.0, own=0.0)
 def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs use all processors, as far as the reader reports."""
     monkeypatch.setattr(ProcessorReader, "read", lambda self: OTHERS_COMPUTE)
+    monkeypatch.setattr(ProcessorReader, "count_runnable", lambda self: 2)
 
 
 @pytest.mark.anyio
