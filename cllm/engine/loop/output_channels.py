@@ -25,6 +25,11 @@ class OutputChannels:
         Earlier text of the answer, token by token; no delta contains it.
     is_whole : bool
         True if the completion contains the earlier text too; otherwise it contains only its calls.
+
+    Attributes
+    ----------
+    told : str
+        Content of the earlier text.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class OutputChannels:
         self._n_reasoning = 0
         for text in told:
             self.split(TokenDelta(text, ONE_TOKEN))
+        self.told: str = "".join(self._content)
         if not is_whole:
             self._content, self._reasoning, self._n_reasoning = [], [], 0
 

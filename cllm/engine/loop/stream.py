@@ -103,8 +103,7 @@ class TokenStream:
         # Tokens read from the present request, and their log probabilities, if requested.
         self._read_ids: list[int] = []
         self._read_logprobs: list[TokenLogprob] = []
-        strings = call.params.banned_strings
-        self._banned = BannedStrings(strings) if strings else None
+        self._banned: BannedStrings | None = None
         self._seeds = _Seeds(call.params.seed if call.seed is None else call.seed)
         self._excluded: dict[int, set[int]] = {}  # by the number of tokens before
         self._forced: set[int] = set()  # numbers of tokens before which no other token is allowed
@@ -453,8 +452,6 @@ class TokenStream:
             self._is_continuing = False
         self._read_ids, self._read_logprobs, self._failure = [], [], None
         self._is_closed = self._has_ended = False
-        if self._banned is not None:
-            self._banned = BannedStrings(call.params.banned_strings)
         if self._is_given_up:  # cancelled during `reopen`
             self._present.cancel()
 
@@ -605,6 +602,8 @@ class TokenStream:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._channel = channel
+        if strings := channel.call.params.banned_strings:
+            self._banned = BannedStrings(strings, channel.text_before)
         if not channel.is_finished:
             self._finalizer = weakref.finalize(self, _drop, channel.lease)
             self._finalizer.atexit = False
