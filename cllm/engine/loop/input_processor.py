@@ -173,9 +173,9 @@ class InputProcessor:
             if channel.error is not None and not isinstance(channel.error, GenerationError):
                 raise channel.error
             self._check_serving(draining=True)
-            self._gate.enter(is_known=True)
             follower.continuation = replace(continuation, earlier=channel.completion)
             self._dispatcher.submit(follower)
+            self._gate.enter(is_known=True)
             return follower
 
     async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
