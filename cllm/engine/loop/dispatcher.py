@@ -271,6 +271,7 @@ class Dispatcher:
         self._end = ended
         for channel in self._channels.values():
             channel.fail(ended)
+            self._gate.leave(is_served=False, media=channel.request.media)
         for waiting in self._embeddings.values():
             waiting.reply.set(None, ended)
         for reply in self._questions.values():
