@@ -28,6 +28,7 @@ from cllm.errors import ClosedError, GenerationError, InvalidArgumentError, Inva
 MAX_FORKS = 256
 # Number of tokens excluded at one position before the previous token is excluded instead, and the maximum.
 N_TRIES, MAX_TRIES = 8, 256
+CLOSED = "the stream was closed before its end"
 
 FindSource = Callable[[], InputProcessor]
 Continues = Callable[[ModelInfo], Continuation]
@@ -131,13 +132,13 @@ class TokenStream:
 
     async def __anext__(self) -> TokenDelta:
         self._check_not_continuing()
-        if self._is_closed:
+        channel = await self._submit()
+        if self._is_closed:  # perhaps while it was submitted
             if self._has_ended:
                 raise StopAsyncIteration
-            raise ClosedError("the stream was closed before its end")
+            raise ClosedError(CLOSED)
         if self._failure is not None:
             raise self._failure
-        channel = await self._submit()
         try:
             delta = await (channel.next() if self._banned is None else self._allowed())
         except anyio.get_cancelled_exc_class():
@@ -216,8 +217,8 @@ class TokenStream:
     async def cancel(self) -> None:
         """Cancel the request; the stream ends with `finish_reason="cancelled"`.
 
-        Its cells are free before the second tick from now.  Cancelling again, or after the end, does
-        nothing.
+        Its cells are free before the second tick from now.  A request that is not submitted yet is cancelled
+        as soon as it is.  Cancelling again, or after the end, does nothing.
         """
         self._is_given_up = True
         if self._channel is not None:
@@ -427,7 +428,6 @@ class TokenStream:
         self._check_not_continuing()
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
-        self._is_given_up = False
         call = channel.call
         call = replace(
             call,
@@ -444,16 +444,20 @@ class TokenStream:
             submitted_at=request.submitted_at,
             deadline=request.deadline,
         )
+        was_closed, was_given_up = self._is_closed, self._is_given_up
+        self._is_closed = self._is_given_up = False  # unless another task sets them during `reopen`
         self._is_continuing = True
         try:
             with self._closed_if_taken(channel):
                 self._adopt(await self._opener.reopen(channel, call, continuation))
+        except BaseException:
+            self._is_closed |= was_closed
+            self._is_given_up |= was_given_up
+            raise
         finally:
             self._is_continuing = False
         self._read_ids, self._read_logprobs, self._failure = [], [], None
-        self._is_closed = self._has_ended = False
-        if self._is_given_up:  # cancelled during `reopen`
-            self._present.cancel()
+        self._has_ended = False
 
     def _check_not_continuing(self) -> None:
         if self._is_continuing:
@@ -574,6 +578,8 @@ class TokenStream:
     async def _submit(self) -> Channel:
         """Submit the request at the first call; return the channel of the present request."""
         if self._channel is None:
+            if self._is_closed:
+                raise ClosedError(CLOSED)
             if self._is_submitting:
                 raise anyio.BusyResourceError("submitting")
             self._is_submitting = True
@@ -604,9 +610,11 @@ class TokenStream:
         self._channel = channel
         if strings := channel.call.params.banned_strings:
             self._banned = BannedStrings(strings, channel.text_before)
-        if not channel.is_finished:
+        if not (channel.is_finished or self._is_closed):
             self._finalizer = weakref.finalize(self, _drop, channel.lease)
             self._finalizer.atexit = False
+        if self._is_given_up:  # while the request was prepared
+            channel.cancel()
 
     def _abandon(self) -> None:
         """Cancel unless finished, without waiting.  Idempotent."""
