@@ -258,6 +258,11 @@ class Channel:
 
     # --- What goes on from here --------------------------------------------------------------
     @property
+    def call_ids(self) -> tuple[str, ...]:
+        """Ids that tool calls of the output have got, also of calls that the reader has not received."""
+        return () if self._outputs is None else self._outputs.call_ids
+
+    @property
     def text_before(self) -> str:
         """Text of the output before the first delta, as a reader has received it; read it before any delta arrives."""
         before, told = self.continuation, self.told if self._outputs is None else self._outputs.told

@@ -308,7 +308,9 @@ class InputProcessor:
         outputs = None
         if answer is not None:
             is_whole = continuation is not None
-            outputs = OutputChannels(answer.parser(call.ids_seed), draft.told, is_whole=is_whole)
+            parser = answer.parser(call.ids_seed, call.call_ids)
+            outputs = OutputChannels(parser, draft.told, is_whole=is_whole)
+            call = replace(call, call_ids=outputs.call_ids)  # only those of calls in `generated`
         if continuation is not None:
             request = _continued(request, continuation)
         return self._dispatcher.channel(

@@ -43,8 +43,14 @@ class OutputChannels:
         for text in told:
             self.split(TokenDelta(text, ONE_TOKEN))
         self.told: str = "".join(self._content)
+        parser.call_ids.end_told()
         if not is_whole:
             self._content, self._reasoning, self._n_reasoning = [], [], 0
+
+    @property
+    def call_ids(self) -> tuple[str, ...]:
+        """Ids that were given to calls, in their order."""
+        return tuple(self._parser.call_ids.used)
 
     def split(self, delta: TokenDelta) -> TokenDelta:
         """Return the delta with its text split into content, reasoning and calls."""

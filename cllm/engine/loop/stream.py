@@ -351,6 +351,8 @@ class TokenStream:
                 generated=self._position,
                 request_id=new_request_id(),
                 seed=self._seeds.next(),
+                ids_seed="",
+                call_ids=channel.call_ids,
                 excluded=(),
             )
             fork = TokenStream(call, lambda: source, lambda model: continuation)
@@ -424,7 +426,10 @@ class TokenStream:
         excluded: Sequence[int] = (),
         unread: tuple[TokenDelta, ...] = (),
     ) -> None:
-        """Replace the request by one that continues from these tokens, the last of which may be unread."""
+        """Replace the request by one that continues from these tokens, the last of which may be unread.
+
+        With another seed, later calls have other ids, too.
+        """
         self._check_not_continuing()
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
@@ -432,9 +437,10 @@ class TokenStream:
         call = replace(
             call,
             generated=generated,
-            seed=call.seed if seed is None else seed,
             excluded=tuple(excluded),
         )
+        if seed is not None:
+            call = replace(call, seed=seed, ids_seed="", call_ids=channel.call_ids)
         request = channel.request
         coming = tuple(logprob for delta in unread for logprob in delta.logprobs or ())
         continuation = replace(
