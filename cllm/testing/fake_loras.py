@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
 from cllm.engine.lora import LoraInfo
 from cllm.errors import InvalidRequestError
+
+T = TypeVar("T")
 
 
 class FakeLoras:
@@ -31,9 +37,9 @@ class FakeLoras:
         """Load an adapter; raise `InvalidRequestError` if its name is taken, or its error in `load_faults`."""
         if name in self._loaded:
             raise InvalidRequestError("name", name, "a name that no loaded adapter has")
-        if (fault := self.load_faults.get(path)) is not None:
+        if (fault := _at(path, self.load_faults)) is not None:
             raise fault
-        tokens = self.invocation_tokens.get(path, ())
+        tokens = _at(path, self.invocation_tokens) or ()
         self._loaded[name] = LoraInfo(name, path, scale, tokens)
 
     def unload(self, name: str) -> None:
@@ -41,3 +47,8 @@ class FakeLoras:
         if name not in self._loaded:
             raise InvalidRequestError("name", name, "the name of a loaded adapter")
         del self._loaded[name]
+
+
+def _at(path: str, values: Mapping[str, T]) -> T | None:
+    """Return the value of a path, which an engine makes absolute; None if there is none."""
+    return next((v for p, v in values.items() if Path(p).absolute() == Path(path).absolute()), None)

@@ -144,6 +144,17 @@ async def test_paths_are_those_of_the_directory_in_which_the_engine_started(
 
 
 @pytest.mark.anyio
+async def test_an_adapter_is_loaded_from_the_directory_of_the_caller_not_that_of_the_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_lora(model.with_name("lora.gguf"), model, seed=1)
+    async with process_engine(model, deterministic=False) as engine:
+        monkeypatch.chdir(model.parent)
+        info = await engine.load_lora("late", "lora.gguf")
+        assert info.path == str(model.with_name("lora.gguf"))
+
+
+@pytest.mark.anyio
 @pytest.mark.full
 async def test_an_adapter_that_was_loaded_later_is_held_to_what_it_was(model: Path) -> None:
     file = make_lora(model.with_name("lora.gguf"), model, seed=1)

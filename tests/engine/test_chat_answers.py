@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +374,21 @@ async def test_adaptive_p_samples_and_is_the_same_for_the_same_seed(anyio_backen
         )
     assert first.token_ids == again.token_ids
     assert first.token_ids != other.token_ids
+
+
+async def test_a_long_answer_that_goes_on_is_not_read_again_on_the_event_loop(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[threading.Thread] = []
+
+    class Channels(OutputChannels):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            readers.append(threading.current_thread())
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr("cllm.engine.loop.input_processor.OutputChannels", Channels)
+    async with FakeEngine(lambda _: "a" * 1030, n_ctx=4096) as engine:
+        for n_tokens in (2, 1025):
+            options: dict[str, Any] = {"tools": [WEATHER], "generated": tuple(b"a" * n_tokens)}
+            assert (await engine.chat(ASK, **options)).text == "a" * (1030 - n_tokens)
+    assert [reader is threading.current_thread() for reader in readers] == [True, False]

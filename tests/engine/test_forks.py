@@ -11,7 +11,15 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
-from cllm import ClosedError, Engine, Image, InvalidRequestError, SavedGeneration, TokenStream
+from cllm import (
+    ClosedError,
+    Engine,
+    Image,
+    InvalidRequestError,
+    SavedGeneration,
+    TokenDelta,
+    TokenStream,
+)
 from cllm.checks import MAX_SEED
 from cllm.testing import FakeAnswer, FakeEngine, FakeVocabulary
 from tests.conftest import QUIET, some_in_fast
@@ -42,6 +50,47 @@ async def test_forks_go_on_from_what_was_read_and_the_stream_goes_on_itself() ->
                     assert ended.usage.n_output == whole.usage.n_output
             assert (await stream.completion()).text == whole.text
         assert len({fork.request_id for fork in forks} | {"one"}) == 4
+        assert await engine.audit() == []
+
+
+def ids_of(deltas: list[TokenDelta]) -> list[str]:
+    return [call.id for delta in deltas for call in delta.tool_calls if call.id is not None]
+
+
+async def test_calls_have_other_ids_in_each_fork_but_for_those_that_were_told() -> None:
+    answer = FakeAnswer("Well.", tool_calls=[("f", {"n": n}) for n in range(3)])
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    async with FakeEngine({"": answer}, n_seq_max=8) as engine:
+
+        async def rest(stream: TokenStream, told: list[str]) -> list[str]:
+            """The ids that calls get from here on, in a completion with those that were told."""
+            async with stream:
+                found = ids_of([delta async for delta in stream])
+                calls = (await stream.completion()).tool_calls
+            assert [call.id for call in calls] == told + found
+            assert [call.arguments for call in calls] == [f'{{"n": {n}}}' for n in range(3)]
+            return found
+
+        async with engine.stream_chat([{"role": "user", "content": "p"}], tools=tools) as stream:
+            deltas = await read(stream, 12)  # inside of the first call
+            found = [await rest(fork, []) for fork in stream.fork(2)]
+            while not ids_of(deltas):
+                deltas += await read(stream, 1)
+            deltas += await read(stream, 12)  # inside of the second
+            first = ids_of(deltas)
+            (fork,) = stream.fork(1)
+            async with fork:
+                await read(fork, 1)
+                (of_fork,) = fork.fork(1)
+                found += [await rest(of_fork, first)]
+                resumed = engine.resume(await fork.suspend())
+            found += [await rest(resumed, first)]
+            while len(ids_of(deltas)) < 2:
+                deltas += await read(stream, 1)
+            await stream.rewind(1)  # the end of the second
+            found += [await rest(stream, first)]
+        ids = ids_of(deltas) + [call_id for each in found for call_id in each]
+        assert len(set(ids)) == len(ids) == 2 + 2 * 3 + 3 * 2
         assert await engine.audit() == []
 
 

@@ -69,14 +69,13 @@ class AnswerFormat:
     thinking: Thinking | None = None
     allows_several: bool = True
 
-    def parser(self, seed: str) -> OutputParser:
-        """Return a parser for a new answer; `seed` determines the ids of its calls."""
-        ids = CallIds(seed)
+    def parser(self, seed: str, told_ids: Sequence[str] = ()) -> OutputParser:
+        """Return a parser for a new answer; see `CallIds` for the ids of its calls."""
         return OutputParser(
             self.output_format,
             self.tools,
             prefix=self.prefix,
-            call_ids=ids,
+            call_ids=CallIds(seed, told_ids),
             allows_several=self.allows_several,
         )
 

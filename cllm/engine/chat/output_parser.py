@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cllm.engine.chat.call_syntax import CallSyntax, TaggedCalls
@@ -59,6 +59,7 @@ class OutputParser:
 
     Attributes
     ----------
+    call_ids : CallIds
     n_calls : int
         Number of calls that have begun, including one that is held back.
     n_ended : int
@@ -81,7 +82,7 @@ class OutputParser:
         self._format = output_format
         self._tools = {tool.name: tool for tool in parameters_of(tools)}
         self._reader = TextReader()
-        self._call_ids = CallIds("call") if call_ids is None else call_ids
+        self.call_ids: CallIds = CallIds("call") if call_ids is None else call_ids
         self._told = ParsedText()
         self._held: ToolCallDelta | None = None  # the beginning of the call that is being read
         self._pieces: list[str] = []  # of its arguments
@@ -287,9 +288,8 @@ class OutputParser:
         self._is_left_out = bool(self.n_calls) and not self._allows_several
         if self._is_left_out:
             return
-        if not call_id or len(call_id) > MAX_ID:
-            call_id = self._call_ids.next()
-        self._held = ToolCallDelta(self.n_calls, encodable(call_id), encodable(name), "")
+        own_id = encodable(call_id) if call_id and len(call_id) <= MAX_ID else None
+        self._held = ToolCallDelta(self.n_calls, own_id, encodable(name), "")
         self._n_held = 0
         self.n_calls += 1
 
@@ -315,8 +315,10 @@ class OutputParser:
 
     def _release(self) -> None:
         """Report the part of the call that was held back."""
-        if self._held is not None:
-            self._told.tool_calls += (self._held,)
+        if (held := self._held) is not None:
+            # Not before: until it is reported, each continuation of the output gives it another id.
+            held = held if held.id is not None else replace(held, id=self.call_ids.next())
+            self._told.tool_calls += (held,)
             self._held = None
         if self._pieces:
             piece = ToolCallDelta(self.n_calls - 1, None, None, "".join(self._pieces))
@@ -345,14 +347,28 @@ class CallIds:
     ----------
     seed : str
         Text that determines the ids; each request has another one.
+    told : sequence of str
+        First ids, in place of those of the seed.
+
+    Attributes
+    ----------
+    used : list of str
+        Ids so far.
     """
 
-    def __init__(self, seed: str) -> None:
+    def __init__(self, seed: str, told: Sequence[str] = ()) -> None:
         self._seed = seed
-        self._n = 0
+        self._told = told
+        self.used: list[str] = []
 
     def next(self) -> str:
         """Return the next id."""
-        digest = hashlib.sha256(f"{self._seed}:{self._n}".encode("utf-8", "replace")).digest()
-        self._n += 1
-        return base64.b32encode(digest).decode()[:9].lower()
+        n_used = len(self.used)
+        seeded = hashlib.sha256(f"{self._seed}:{n_used}".encode("utf-8", "replace")).digest()
+        own = base64.b32encode(seeded).decode()[:9].lower()
+        self.used.append(self._told[n_used] if n_used < len(self._told) else own)
+        return self.used[-1]
+
+    def end_told(self) -> None:
+        """Take all further ids from the seed."""
+        self._told = ()

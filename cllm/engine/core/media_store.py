@@ -8,7 +8,7 @@ are kept in any case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -158,18 +158,19 @@ class MediaStore:
         self._fit()
 
     def users_of(self, key: ChunkKey) -> list[Sequence]:
-        """Return the sequences that have this chunk in their prompts, after it could not be encoded."""
+        """Return the sequences that have not computed this chunk, after it could not be encoded."""
         self._awaited.discard(key)
-        return [sequence for sequence, keys in self._users.items() if key in keys]
+        return [sequence for sequence in self._users if key in self._needed_by(sequence)]
 
     def _needed(self) -> set[ChunkKey]:
         """Return the chunks that some sequence has not computed."""
-        return {
-            key
-            for sequence, keys in self._users.items()
-            for key, span in zip(keys, sequence.spans, strict=True)
-            if sequence.n_computed < span.end
-        }
+        return {key for sequence in self._users for key in self._needed_by(sequence)}
+
+    def _needed_by(self, sequence: Sequence) -> Iterator[ChunkKey]:
+        """Yield the chunks that a sequence has not computed."""
+        for key, span in zip(self._users[sequence], sequence.spans, strict=True):
+            if sequence.n_computed < span.end:
+                yield key
 
     def _fit(self) -> None:
         """Drop the least recently used chunks that no sequence needs, beyond the limit."""

@@ -3,7 +3,8 @@
 Deltas are held back while their text may be the beginning of such a string.  The last delta with output is
 always held back: the rest of its token's text may follow in a later delta.  When a banned string is complete,
 the deltas from its first token on are dropped, and that token is excluded at its position.  Where a
-constraint allows no other token there, a later token is excluded, or one before.
+constraint allows no other token there, a later token is excluded, or one before.  If the string begins in
+text that the reader already has, its first held token is excluded.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class BannedStrings:
     ----------
     strings : sequence of str
         At least one, each with at least one character.
+    before : str
+        Text of the output before the first delta: a banned string may begin in it.
 
     Attributes
     ----------
@@ -76,9 +79,10 @@ class BannedStrings:
         banned string.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], before: str = "") -> None:
         self._strings = tuple(strings)
         self._longest = max(map(len, self._strings))
+        self._before = self._end_of(before)
         self._held: list[TokenDelta] = []
         self._ready: deque[TokenDelta] = deque()
         self._is_over = False
@@ -93,16 +97,21 @@ class BannedStrings:
                 self._ready.append(_without_text(delta))
             return None
         self._held.append(delta)
-        text = "".join(d.text for d in self._held)
-        found = [(start + len(s), start) for s in self._strings if (start := text.find(s)) >= 0]
+        n_before = len(self._before)
+        text = self._before + "".join(d.text for d in self._held)
+        found = [
+            (start + len(s), start - n_before)
+            for s in self._strings
+            if (start := text.find(s, max(0, n_before - len(s) + 1))) >= 0
+        ]
         if found:
             _, start = min(found)
-            if (ban := self._ban(start)) is not None:
+            if (ban := self._ban(max(0, start))) is not None:
                 self._held = []
                 return ban
         is_last = delta.finish_reason is not None
-        n_safe = len(text) - (0 if is_last or found else self._n_maybe(text))
-        self._release(n_safe, everything=is_last)
+        n_maybe = 0 if is_last or found else self._n_maybe(text)
+        self._release(max(0, len(text) - n_before - n_maybe), everything=is_last)
         return None
 
     def end(self, ban: Ban, delta: TokenDelta) -> None:
@@ -165,8 +174,14 @@ class BannedStrings:
         n_released = len(self._held) if everything else sum(end <= n_safe for end in ends)
         if not everything:
             n_released = min(n_released, self._n_sure)
-        self._ready += self._held[:n_released]
+        released = self._held[:n_released]
+        self._before = self._end_of(self._before + "".join(delta.text for delta in released))
+        self._ready += released
         del self._held[:n_released]
+
+    def _end_of(self, text: str) -> str:
+        """Return the end of a text in which a banned string may begin that ends later."""
+        return text[max(0, len(text) - self._longest + 1) :]
 
 
 def _has_output(delta: TokenDelta) -> bool:

@@ -257,6 +257,21 @@ class Channel:
         return self._whole(Continuation(self.request.prompt_token_ids), completion)
 
     # --- What goes on from here --------------------------------------------------------------
+    @property
+    def call_ids(self) -> tuple[str, ...]:
+        """Ids that tool calls of the output have got, also of calls that the reader has not received."""
+        return () if self._outputs is None else self._outputs.call_ids
+
+    @property
+    def text_before(self) -> str:
+        """Text of the output before the first delta, as a reader has received it; read it before any delta arrives."""
+        before, told = self.continuation, self.told if self._outputs is None else self._outputs.told
+        if before is None:
+            return told
+        if before.is_finished and before.earlier is not None:
+            told = before.earlier.text
+        return told[: len(told) - sum(len(delta.text) for delta in before.unread)]
+
     def position(self, read_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the output tokens that the reader has received; `read_ids` are the last of them."""
         given, before = self.call.generated, self.continuation

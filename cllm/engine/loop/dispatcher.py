@@ -19,6 +19,7 @@ from cllm.engine.core.commands import (
     Ask,
     Audit,
     CancelRequest,
+    Command,
     Embedded,
     Ended,
     Event,
@@ -155,8 +156,14 @@ class Dispatcher:
         return Channel(call, request, self._inbox, self._loop_guard, capacity, **options)
 
     def submit(self, channel: Channel) -> None:
-        """Send the request of a channel to the thread; its deltas arrive in the channel."""
-        self._inbox.put(AddRequest(channel.request))  # first: it may raise an error
+        """Send the request of a channel to the thread; its deltas arrive in the channel.
+
+        Raises
+        ------
+        ClosedError, EngineFailedError
+            The engine has ended.
+        """
+        self._send(AddRequest(channel.request))  # first: it may raise an error
         self._channels[channel.request_id] = channel
         self._gate.hold_media(channel.request.media)
         self._cancel_if_late(channel.request_id)
@@ -164,10 +171,16 @@ class Dispatcher:
     def embed(self, request: EmbeddingRequest) -> PendingEmbedding:
         """Send texts to the thread, and return their pending result."""
         waiting = PendingEmbedding(request.request_id, self._inbox)
-        self._inbox.put(AddEmbedding(request))
+        self._send(AddEmbedding(request))
         self._embeddings[request.request_id] = waiting
         self._cancel_if_late(request.request_id)
         return waiting
+
+    def _send(self, command: Command) -> None:
+        """Send a command that will be answered; raise the error of an engine that has ended."""
+        if self._end is not None:
+            raise self._end
+        self._inbox.put(command)
 
     def _cancel_if_late(self, request_id: str) -> None:
         """Cancel a request that was still being prepared when all were cancelled."""
@@ -200,12 +213,12 @@ class Dispatcher:
         Raises
         ------
         CllmError
-            The answer is an error.
+            The answer is an error, or the engine has ended.
         """
         self._n_questions += 1
         call_id, reply = self._n_questions, PendingCall[Any]()
+        self._send(Ask(call_id, question))
         self._questions[call_id] = reply
-        self._inbox.put(Ask(call_id, question))
         try:
             return await reply.wait()
         except anyio.get_cancelled_exc_class():
@@ -258,6 +271,7 @@ class Dispatcher:
         self._end = ended
         for channel in self._channels.values():
             channel.fail(ended)
+            self._gate.leave(is_served=False, media=channel.request.media)
         for waiting in self._embeddings.values():
             waiting.reply.set(None, ended)
         for reply in self._questions.values():

@@ -8,7 +8,7 @@ goes through these passes once, in this order:
 | `_check` | whether this model, and this engine, can serve such a request at all |
 | `_read` | the tokens of the prompt, and how an answer to it is read |
 | `_fit` | whether the tokens fit into the context and the vocabulary, and which adapters compute them |
-| `_recall` | the text of the tokens in `generated`, if the request continues an output |
+| `_recall` | the text of the tokens in `generated`, and its channels, if the request continues an output |
 | `_constrain` | the compiled constraint of the output |
 | `_channel` | the request, and the channel of its deltas |
 """
@@ -59,6 +59,7 @@ class _Draft:
     answer: AnswerFormat | None = None
     strips_space: bool = False
     told: list[str] = field(default_factory=list)
+    outputs: OutputChannels | None = None
     constraint: CompiledConstraint | None = None
 
 
@@ -173,9 +174,9 @@ class InputProcessor:
             if channel.error is not None and not isinstance(channel.error, GenerationError):
                 raise channel.error
             self._check_serving(draining=True)
-            self._gate.enter(is_known=True)
             follower.continuation = replace(continuation, earlier=channel.completion)
             self._dispatcher.submit(follower)
+            self._gate.enter(is_known=True)
             return follower
 
     async def score_call(self, prompt: Prompt, continuation: Prompt) -> RequestCall:
@@ -199,7 +200,8 @@ class InputProcessor:
     ) -> Channel:
         """Return the channel of a request that can be submitted; the caller has entered it in the gate."""
         vocabulary = self._check_serving(draining=is_running)
-        draft = _Draft(call, continuation, vocabulary, time.perf_counter(), like, lora)
+        now = time.perf_counter()
+        draft = _Draft(_with_drawn(call), continuation, vocabulary, now, like, lora)
         # A request that expires here is still submitted, and ends like any other that expires.
         with anyio.move_on_after(call.timeout) as scope:
             for visit in (self._check, self._read, self._fit, self._recall, self._constrain):
@@ -256,6 +258,17 @@ class InputProcessor:
         draft.told = await self.texts.texts_of_generated(
             call, draft.answer, strips_space=draft.strips_space
         )
+        if (answer := draft.answer) is None:
+            return
+        is_whole = draft.continuation is not None
+
+        def split() -> OutputChannels:
+            parser = answer.parser(call.ids_seed, call.call_ids)
+            return OutputChannels(parser, draft.told, is_whole=is_whole)
+
+        draft.outputs = await self.texts.run_for(call.generated, split)
+        # Ids of calls behind `generated` are dropped.
+        draft.call = replace(call, call_ids=draft.outputs.call_ids)
 
     async def _constrain(self, draft: _Draft) -> None:
         answer = draft.answer
@@ -281,7 +294,7 @@ class InputProcessor:
         return InvalidRequestError("tools", [tool.name for tool in tools], error.limit)
 
     def _channel(self, draft: _Draft, *, has_expired: bool) -> Channel:
-        call, answer, continuation = _with_drawn(draft.call), draft.answer, draft.continuation
+        call, answer, continuation = draft.call, draft.answer, draft.continuation
         thinking = _thinking_of(answer, draft.constraint)
         request = GenerationRequest(
             request_id=call.request_id,
@@ -305,10 +318,6 @@ class InputProcessor:
             tenant=call.tenant,
             media=draft.media,
         )
-        outputs = None
-        if answer is not None:
-            is_whole = continuation is not None
-            outputs = OutputChannels(answer.parser(call.ids_seed), draft.told, is_whole=is_whole)
         if continuation is not None:
             request = _continued(request, continuation)
         return self._dispatcher.channel(
@@ -316,7 +325,7 @@ class InputProcessor:
             request,
             self._stream_buffer,
             answer=answer,
-            outputs=outputs,
+            outputs=draft.outputs,
             told="".join(draft.told),
             continuation=continuation,
         )

@@ -65,7 +65,9 @@ class LoraRegistry:
         """See `Engine.load_lora`."""
         check_lora_name(name, field="name")
         scale = check_float("scale", scale, -MAX_SCALE, MAX_SCALE, InvalidRequestError)
-        path = cast(str | Path, new_path("path", path, InvalidRequestError))
+        given = cast(str | Path, new_path("path", path, InvalidRequestError))
+        # A process of the engine has the working directory in which it was started.
+        path = Path(given).absolute()
         if self._is_fixed:
             limit = "an adapter that the engine was started with: it is deterministic"
             raise InvalidRequestError("name", name, limit)
@@ -75,7 +77,7 @@ class LoraRegistry:
         try:
             if self._thread is None:
                 self._thread = self._workers.start("cllm-lora")
-            await self._thread.run(partial(self._check_file, Path(path)))
+            await self._thread.run(partial(self._check_file, path))
             await self._dispatcher.ask(LoadLora(name, str(path), float(scale)))
             return self.loaded[name]
         finally:

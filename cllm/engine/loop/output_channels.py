@@ -25,6 +25,11 @@ class OutputChannels:
         Earlier text of the answer, token by token; no delta contains it.
     is_whole : bool
         True if the completion contains the earlier text too; otherwise it contains only its calls.
+
+    Attributes
+    ----------
+    told : str
+        Content of the earlier text.
     """
 
     def __init__(
@@ -37,8 +42,15 @@ class OutputChannels:
         self._n_reasoning = 0
         for text in told:
             self.split(TokenDelta(text, ONE_TOKEN))
+        self.told: str = "".join(self._content)
+        parser.call_ids.end_told()
         if not is_whole:
             self._content, self._reasoning, self._n_reasoning = [], [], 0
+
+    @property
+    def call_ids(self) -> tuple[str, ...]:
+        """Ids that were given to calls, in their order."""
+        return tuple(self._parser.call_ids.used)
 
     def split(self, delta: TokenDelta) -> TokenDelta:
         """Return the delta with its text split into content, reasoning and calls."""

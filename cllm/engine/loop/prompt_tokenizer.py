@@ -203,8 +203,11 @@ class PromptTokenizer:
                 strips_space=strips_space,
             )
 
-        is_short = len(call.generated) <= SHORT_TOKENS
-        return tell() if is_short else await self.worker.run(tell)
+        return await self.run_for(call.generated, tell)
+
+    async def run_for(self, token_ids: Sequence[int], call: Callable[[], T]) -> T:
+        """Return the result of a call that handles each of these tokens; in the worker thread if they are many."""
+        return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
 
     def warn_of_length(self, n_tokens: int) -> None:
         """Warn once of a prompt that is longer than any that the model was trained on."""
@@ -325,7 +328,7 @@ class PromptTokenizer:
         def call() -> str:
             return vocabulary.join(token_ids).decode("utf-8", "replace")
 
-        return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
+        return await self.run_for(token_ids, call)
 
     async def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
         """See `Engine.pieces`."""
@@ -335,4 +338,4 @@ class PromptTokenizer:
         def call() -> list[bytes]:
             return [vocabulary.piece(token) for token in token_ids]
 
-        return call() if len(token_ids) <= SHORT_TOKENS else await self.worker.run(call)
+        return await self.run_for(token_ids, call)

@@ -133,6 +133,8 @@ class RequestCall:
         Seed that replaces that of `params`; None: that of `params`, or any.
     ids_seed : str
         Seed of the ids of tool calls; empty: any.
+    call_ids : tuple of str
+        Ids of tool calls in `generated`, instead of those of the seed.
     excluded : tuple of int
         See `GenerationRequest`.
     parse_special : bool
@@ -153,6 +155,7 @@ class RequestCall:
     lora: Mapping[str, float] | None = None
     seed: int | None = None
     ids_seed: str = ""
+    call_ids: tuple[str, ...] = ()
     excluded: tuple[int, ...] = ()
     parse_special: bool = False
     tenant: str = ""

@@ -28,6 +28,7 @@ from cllm.errors import ClosedError, GenerationError, InvalidArgumentError, Inva
 MAX_FORKS = 256
 # Number of tokens excluded at one position before the previous token is excluded instead, and the maximum.
 N_TRIES, MAX_TRIES = 8, 256
+CLOSED = "the stream was closed before its end"
 
 FindSource = Callable[[], InputProcessor]
 Continues = Callable[[ModelInfo], Continuation]
@@ -103,8 +104,7 @@ class TokenStream:
         # Tokens read from the present request, and their log probabilities, if requested.
         self._read_ids: list[int] = []
         self._read_logprobs: list[TokenLogprob] = []
-        strings = call.params.banned_strings
-        self._banned = BannedStrings(strings) if strings else None
+        self._banned: BannedStrings | None = None
         self._seeds = _Seeds(call.params.seed if call.seed is None else call.seed)
         self._excluded: dict[int, set[int]] = {}  # by the number of tokens before
         self._forced: set[int] = set()  # numbers of tokens before which no other token is allowed
@@ -132,13 +132,13 @@ class TokenStream:
 
     async def __anext__(self) -> TokenDelta:
         self._check_not_continuing()
-        if self._is_closed:
+        channel = await self._submit()
+        if self._is_closed:  # perhaps while it was submitted
             if self._has_ended:
                 raise StopAsyncIteration
-            raise ClosedError("the stream was closed before its end")
+            raise ClosedError(CLOSED)
         if self._failure is not None:
             raise self._failure
-        channel = await self._submit()
         try:
             delta = await (channel.next() if self._banned is None else self._allowed())
         except anyio.get_cancelled_exc_class():
@@ -217,8 +217,8 @@ class TokenStream:
     async def cancel(self) -> None:
         """Cancel the request; the stream ends with `finish_reason="cancelled"`.
 
-        Its cells are free before the second tick from now.  Cancelling again, or after the end, does
-        nothing.
+        Its cells are free before the second tick from now.  A request that is not submitted yet is cancelled
+        as soon as it is.  Cancelling again, or after the end, does nothing.
         """
         self._is_given_up = True
         if self._channel is not None:
@@ -351,6 +351,8 @@ class TokenStream:
                 generated=self._position,
                 request_id=new_request_id(),
                 seed=self._seeds.next(),
+                ids_seed="",
+                call_ids=channel.call_ids,
                 excluded=(),
             )
             fork = TokenStream(call, lambda: source, lambda model: continuation)
@@ -424,18 +426,21 @@ class TokenStream:
         excluded: Sequence[int] = (),
         unread: tuple[TokenDelta, ...] = (),
     ) -> None:
-        """Replace the request by one that continues from these tokens, the last of which may be unread."""
+        """Replace the request by one that continues from these tokens, the last of which may be unread.
+
+        With another seed, later calls have other ids, too.
+        """
         self._check_not_continuing()
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
-        self._is_given_up = False
         call = channel.call
         call = replace(
             call,
             generated=generated,
-            seed=call.seed if seed is None else seed,
             excluded=tuple(excluded),
         )
+        if seed is not None:
+            call = replace(call, seed=seed, ids_seed="", call_ids=channel.call_ids)
         request = channel.request
         coming = tuple(logprob for delta in unread for logprob in delta.logprobs or ())
         continuation = replace(
@@ -445,18 +450,20 @@ class TokenStream:
             submitted_at=request.submitted_at,
             deadline=request.deadline,
         )
+        was_closed, was_given_up = self._is_closed, self._is_given_up
+        self._is_closed = self._is_given_up = False  # unless another task sets them during `reopen`
         self._is_continuing = True
         try:
             with self._closed_if_taken(channel):
                 self._adopt(await self._opener.reopen(channel, call, continuation))
+        except BaseException:
+            self._is_closed |= was_closed
+            self._is_given_up |= was_given_up
+            raise
         finally:
             self._is_continuing = False
         self._read_ids, self._read_logprobs, self._failure = [], [], None
-        self._is_closed = self._has_ended = False
-        if self._banned is not None:
-            self._banned = BannedStrings(call.params.banned_strings)
-        if self._is_given_up:  # cancelled during `reopen`
-            self._present.cancel()
+        self._has_ended = False
 
     def _check_not_continuing(self) -> None:
         if self._is_continuing:
@@ -577,6 +584,8 @@ class TokenStream:
     async def _submit(self) -> Channel:
         """Submit the request at the first call; return the channel of the present request."""
         if self._channel is None:
+            if self._is_closed:
+                raise ClosedError(CLOSED)
             if self._is_submitting:
                 raise anyio.BusyResourceError("submitting")
             self._is_submitting = True
@@ -605,9 +614,13 @@ class TokenStream:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._channel = channel
-        if not channel.is_finished:
+        if strings := channel.call.params.banned_strings:
+            self._banned = BannedStrings(strings, channel.text_before)
+        if not (channel.is_finished or self._is_closed):
             self._finalizer = weakref.finalize(self, _drop, channel.lease)
             self._finalizer.atexit = False
+        if self._is_given_up:  # while the request was prepared
+            channel.cancel()
 
     def _abandon(self) -> None:
         """Cancel unless finished, without waiting.  Idempotent."""

@@ -153,6 +153,23 @@ def test_an_image_that_cannot_be_encoded_ends_the_requests_with_it_alone() -> No
     assert sim.outcome(again) == sim.alone(again)
 
 
+def test_an_image_that_cannot_be_encoded_again_ends_no_request_that_has_computed_it() -> None:
+    sim = Simulator(n_ctx=64, media_cache_bytes=0)
+    well = submit(sim, "xA", max_tokens=20)
+    while not sim.tokens[well]:
+        sim.tick()
+    other = submit(sim, "b", max_tokens=1)
+    while other not in sim.finished:  # at its end the embeddings are dropped
+        sim.tick()
+    broken = submit(sim, "yA", max_tokens=1)
+    sim.core.tick()
+    sim.encoder.cancel(b"A")
+    sim.core.handle(MediaEncoded(b"A", 0, None, RuntimeError("scripted")))
+    sim.run()
+    assert sim.failed() == {broken}
+    assert sim.outcome(well) == sim.alone(well)
+
+
 def test_a_cancelled_request_ends_the_encode_that_no_other_needs() -> None:
     sim = Simulator(n_ctx=64)
     first, second = (submit(sim, "D", max_tokens=1) for _ in range(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -11,42 +10,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm import Engine, FinishReason, InvalidRequestError, TokenDelta, ToolCallDelta
+from cllm import (
+    Engine,
+    FinishReason,
+    GenerationError,
+    InvalidRequestError,
+    TokenDelta,
+    TokenStream,
+    ToolCallDelta,
+)
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
 from cllm.testing import FakeEngine, FakeVocabulary
 from tests.conftest import QUIET
 
-TEXTS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "", "aab"]), min_size=1, max_size=20)
+PIECES = ["a", "b", "ab", "ba", "", "aab"]
 STRINGS = st.lists(st.sampled_from(["ab", "ba", "aa", "abab", "b"]), min_size=1, max_size=3)
 
 
-def deltas_of(texts: Sequence[str]) -> list[TokenDelta]:
-    last = len(texts) - 1
-    return [
-        TokenDelta(text, (i,), FinishReason.STOP if i == last else None)
-        for i, text in enumerate(texts)
-    ]
-
-
-@given(TEXTS, STRINGS)
+@given(st.lists(st.permutations(PIECES), min_size=1, max_size=20), STRINGS)
 def test_nothing_is_let_through_that_ends_in_a_banned_string_and_all_else_is(
-    texts: list[str], strings: list[str]
+    preferred: list[list[str]], strings: list[str]
 ) -> None:
-    banned, released = BannedStrings(strings), []
-    for i, delta in enumerate(deltas_of(texts)):
-        found = banned.push(delta)
-        while (one := banned.take()) is not None:
-            released.append(one)
-        so_far = "".join(texts[: i + 1])
-        if found is not None:
-            kept = released + list(found.kept)
-            before = "".join(d.text for d in kept)
-            assert found.rest[0].token_ids == (len(kept),)
-            assert not any(s in before for s in strings)
-            assert any(s in so_far for s in strings)
-            return
-        assert not any(s in so_far for s in strings)
-    assert [d.token_ids for d in released] == [(i,) for i in range(len(texts))]
+    """At each place a model writes the first piece that was not excluded there."""
+    banned, released = BannedStrings(strings), list[TokenDelta]()
+    excluded: dict[int, list[str]] = {}
+    unread: list[TokenDelta] = []
+    while (n := len(released) + len(banned.held)) < len(preferred):
+        if not unread:
+            left = [piece for piece in preferred[n] if piece not in excluded.get(n, ())]
+            if not left:
+                return  # a dead end
+            is_last = n == len(preferred) - 1
+            unread = [TokenDelta(left[0], (n,), FinishReason.STOP if is_last else None)]
+        found = banned.push(unread.pop(0))
+        released += iter(banned.take, None)
+        before = "".join(d.text for d in released)
+        assert not any(s in before for s in strings)
+        if found is None:
+            assert not any(s in before + "".join(d.text for d in banned.held) for s in strings)
+            continue
+        kept = before + "".join(d.text for d in found.kept)
+        first, *rest = found.rest
+        assert first.token_ids == (len(released) + len(found.kept),)
+        assert not any(s in kept for s in strings)
+        assert any(s in kept + first.text + "".join(d.text for d in rest) for s in strings)
+        place = first.token_ids[0]
+        excluded = {n: pieces for n, pieces in excluded.items() if n <= place}
+        excluded.setdefault(place, []).append(first.text)
+        unread, banned = [*found.kept], BannedStrings(strings, before)
+    assert [d.token_ids for d in released] == [(i,) for i in range(len(preferred))]
 
 
 def test_what_may_begin_one_is_held_back_and_no_more() -> None:
@@ -92,6 +104,63 @@ def test_reasoning_and_calls_are_let_through_and_a_ban_of_the_answer_keeps_them(
     calls = [TokenDelta("", (n,), tool_calls=(ToolCallDelta(0, "a", "f", ""),)) for n in range(3)]
     assert [banned.push(delta) for delta in calls] == [None] * 3
     assert list(iter(banned.take, None)) == calls[:-1]
+
+
+def test_a_string_that_begins_in_text_that_was_told_is_banned_at_the_first_token_after_it() -> None:
+    banned = BannedStrings(["abcd", "b"], "xab")
+    thought = TokenDelta("", (3,), reasoning="hm")
+    assert [banned.push(d) for d in (thought, TokenDelta("c", (4,)))] == [None, None]
+    assert list(iter(banned.take, None)) == [thought]
+    ended = TokenDelta("d", (5,), FinishReason.STOP)
+    assert banned.push(ended) == Ban((), (TokenDelta("c", (4,)), ended))
+
+
+@pytest.mark.anyio
+@pytest.mark.one_loop
+@pytest.mark.parametrize("how", ["generated", "inject", "fork", "rewind", "resume", "end"])
+@pytest.mark.parametrize("is_chat", [False, True], ids=["prompt", "chat"])
+async def test_no_banned_string_is_completed_that_begins_in_text_that_was_there(
+    how: str, is_chat: bool
+) -> None:
+    offered = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    async with FakeEngine(lambda _: "--cd") as engine:
+
+        def stream(**options: Any) -> TokenStream:
+            options["banned_strings"] = ["abc"]
+            if not is_chat:
+                return engine.stream("p", **options)
+            return engine.stream_chat([{"role": "user", "content": "p"}], tools=offered, **options)
+
+        if how == "generated":
+            async with stream(generated=tuple(b"ab")) as rest:
+                assert "".join([delta.text async for delta in rest]) == "d"
+            return
+        async with stream() as first:
+            await first.inject("abx" if how == "rewind" else "ab")
+            if how == "rewind":
+                await first.rewind(1)
+            last = first.fork(1)[0] if how == "fork" else first
+            while how == "end" and engine.statistics().n_running:
+                await anyio.lowlevel.checkpoint()
+            if how in ("resume", "end"):
+                last = engine.resume(await first.suspend())
+            async with last:
+                text = "".join([delta.text async for delta in last])
+                assert (text, (await last.completion()).text) == ("d", "abd")
+        assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+async def test_a_string_whose_beginning_a_reader_has_fails_where_nothing_else_may_follow() -> None:
+    """A constraint leaves no output without the string, after a part of it was released."""
+    options: dict[str, Any] = {
+        "temperature": 0.0, "max_tokens": 12, "logit_bias": {ord("b"): 60.0}, "banned_strings": ["abac"],
+    }  # fmt: skip
+    async with Engine(n_ctx=256, **QUIET) as engine:
+        assert (await engine.generate("x", regex="ab(abac|ac|d)X", **options)).text == "abdX"
+        with pytest.raises(GenerationError, match="banned_strings") as caught:
+            await engine.generate("x", regex="ab(abac|ac)X", **options)
+        assert isinstance(caught.value.__cause__, InvalidRequestError)
 
 
 @pytest.mark.anyio
