@@ -315,9 +315,14 @@ function drawButtons() {
 }
 
 function drawWelcome() {
+  const drawnFor = JSON.stringify([model.model, model.modalities, store.isForgetful()]);
+  // A button of it may have the focus, or get it back from a dialog.
+  if (document.getElementById("welcome")?.dataset.drawnFor === drawnFor) return;
   const attach = (text) => {
     element("prompt").value ||= text;
     element("file-chooser").click();
   };
-  element("messages").replaceChildren(welcome(model, store.isForgetful(), send, attach));
+  const drawn = welcome(model, store.isForgetful(), send, attach);
+  drawn.dataset.drawnFor = drawnFor;
+  element("messages").replaceChildren(drawn);
 }
