@@ -16,7 +16,7 @@ from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat, arguments_of, hinted
 from cllm.server.answers.client_tools import ClientTools
 from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
-from cllm.server.bodies.fields import Flag, Integer, Number, Text, Texts
+from cllm.server.bodies.fields import Flag, Integer, Number, Objects, Text, Texts
 from cllm.server.bodies.schemas import Body, Queued, constraint_of, sampling_of
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
@@ -52,11 +52,11 @@ class CountBody(Body):
     )  # fmt: skip
 
     model: Text | None = None
-    messages: list[dict[str, Any]] = Field(
+    messages: Objects = Field(
         examples=[[{"role": "user", "content": "1+1="}]], json_schema_extra={"minItems": 1}
     )
-    system: Text | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: Text | Objects | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from cllm.server.answers.client_tools import (
 )
 from cllm.server.answers.event_blocks import CALL, REASONING, TEXT, Block, Blocks, Step
 from cllm.server.answers.formats import with_top
-from cllm.server.bodies.fields import Flag, Integer, Number, Text
+from cllm.server.bodies.fields import Flag, Integer, Number, Objects, Text, Texts
 from cllm.server.bodies.schemas import Queued, constraint_of, sampling_of
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
@@ -86,9 +86,9 @@ class ResponsesBody(Queued):
     }
 
     model: Text | None = None
-    input: Text | list[dict[str, Any]] = Field(examples=["1+1="])
+    input: Text | Objects = Field(examples=["1+1="])
     instructions: Text | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
     reasoning: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class ResponsesBody(Queued):
     stream: Flag | None = False
     stream_options: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    include: list[Text] | None = None
+    include: Texts | None = None
     top_logprobs: Integer | None = None
 
     @property
