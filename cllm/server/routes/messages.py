@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
 from cllm.engine import media_parts
+from cllm.engine.chat.readable import words_of
 from cllm.server.answers.answer import AnswerForm
 from cllm.server.answers.chat_call import ChatCall, answer_chat, arguments_of, hinted
 from cllm.server.answers.client_tools import ClientTools
@@ -100,7 +101,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         **constraint.changes,
     )
     call = await chat_call_of(engine, body, params)
-    call = await replace(call, names=names).with_images(state.fetcher)
+    call = await replace(call, names={**call.names, **constraint.names}).with_images(state.fetcher)
     message = MessageForm(request_id, state.model_name, is_prompt_only=body.max_tokens == 0)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, message, observation, request_id, is_streamed=bool(body.stream))
@@ -130,21 +131,26 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         limit = "thread: is not supported; send the messages instead"
         raise Problem(400, limit, param="thread", details={"details": details})
-    if not body.messages:
-        raise invalid("messages", "must have at least one message")
-    chat, fields = list[dict[str, Any]](), list[str]()
-    if system := _system(body.system):
-        chat, fields = [{"role": "system", "content": system}], ["system"]
-    for i, message in enumerate(body.messages):
-        for field, said in _said(i, message):
-            chat.append(said)
-            fields.append(field)
-    last = chat[-1]
-    choice = body.tool_choice or {}
     tools = ClientTools()
     tools.add_anthropic(body.tools or ())
+    chat, fields = list[dict[str, Any]](), list[str]()
+    effort, names = (body.output_config or {}).get("effort"), NAMES
+    for i, message in enumerate(body.messages):
+        for field, said in _said(i, message, tools):
+            chat.append(said)
+            fields.append(field)
+        config = message.get("output_config")
+        if isinstance(config, Mapping) and isinstance(config.get("effort"), str):
+            place = f"messages[{i}].output_config.effort"
+            effort, names = config["effort"], {**NAMES, "reasoning_effort": place}
+    if not chat:
+        raise invalid("messages", "must have at least one message")
+    if system := _system(body.system):
+        chat, fields = [{"role": "system", "content": system}, *chat], ["system", *fields]
+    last = chat[-1]
+    choice = body.tool_choice or {}
     options: dict[str, Any] = {
-        "tools": None if body.tools is None else tools.functions,
+        "tools": tools.offered,
         "tool_choice": _choice(choice),
         "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
         # A last message of the assistant is the beginning of its answer.
@@ -163,13 +169,12 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         budget = body.thinking.get("budget_tokens")
         if isinstance(budget, int) and abilities is not None and abilities.thinking:
             options["reasoning_budget"] = budget
-    effort = (body.output_config or {}).get("effort")
     if isinstance(effort, str):
         options["reasoning_effort"] = effort
     options = await hinted(engine, options)
     turn = body.turn if isinstance(body, MessagesBody) else {}
     scheduling = {**turn, "lora": loras_of(engine, None, body.model)}
-    return ChatCall(chat, options, params, scheduling, fields=fields, names=NAMES, tools=tools)
+    return ChatCall(chat, options, params, scheduling, fields=fields, names=names, tools=tools)
 
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str:
@@ -189,11 +194,17 @@ def _choice(choice: Mapping[str, Any]) -> str:
     return words[kind]
 
 
-def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return one message as fields of the body and messages of a chat: results of tools become messages of their own."""
+def _said(
+    i: int, message: Mapping[str, Any], tools: ClientTools
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return one message as fields of the body and messages of a chat: results of tools become messages of their own.
+
+    A system message changes `tools` too; without text it becomes no message.
+    """
     field, role, content = f"messages[{i}]", message.get("role"), message.get("content")
+    is_system = role == "system"
     if isinstance(content, str):
-        return [(field, {"role": role, "content": content})]
+        return [(field, {"role": role, "content": content})] if content or not is_system else []
     if not isinstance(content, list):
         raise invalid(f"{field}.content", "must be text, or a list of blocks")
     results: list[tuple[str, dict[str, Any]]] = []
@@ -217,6 +228,10 @@ def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
                 if kind == "text":
                     _text(name, block)
                 parts.append(block)
+            case "tool_addition" | "tool_removal" if is_system:
+                tools.change(name, block)
+            case _ if is_system:  # a client cannot change its history
+                parts.append({"type": "text", "text": words_of(block)})
             case kind:
                 known = f"{', '.join(USER_BLOCKS)}, tool_use, tool_result or thinking"
                 raise invalid(f"{name}.type", f"is {str(kind)[:40]!r}, must be {known}")
@@ -226,7 +241,8 @@ def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
         said["tool_calls"] = calls
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
-    return [*results, (field, said)] if parts or calls or thoughts or not results else results
+    is_message = parts or calls or thoughts or not (results or is_system)
+    return [*results, (field, said)] if is_message else results
 
 
 def _joined(parts: list[Any]) -> Any:
