@@ -139,6 +139,12 @@ async def test_a_message_has_a_block_for_each_channel() -> None:
     assert (use["name"], use["input"]) == ("get_weather", {"city": "Oslo"})
     names = [name for name, _ in streamed]
     assert names[0] == "message_start"
+    begun_usage = streamed[0][1]["message"][
+        "usage"
+    ]  # the prompt's size: what is cached is not known yet
+    usage = whole["usage"]
+    assert begun_usage == {**usage, "cache_read_input_tokens": 0, "output_tokens": 0}
+    assert usage["input_tokens"] > 20
     assert names[-2:] == ["message_delta", "message_stop"]
     assert all(event["type"] == name for name, event in streamed)
     begun = [

@@ -282,7 +282,6 @@ class MessageForm(AnswerForm):
             "model": model,
         }
         self._blocks = Blocks()
-        self._has_begun = False
 
     def ping(self) -> Event:
         """See `AnswerForm`."""
@@ -290,28 +289,24 @@ class MessageForm(AnswerForm):
 
     def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
         """See `AnswerForm`."""
-        yield from self.begin()
         for step in self._blocks.steps(delta):
             yield from _step_events(step)
 
-    def begin(self) -> Iterator[Event]:
-        """See `AnswerForm`."""
-        if not self._has_begun:
-            self._has_begun = True
-            usage = {"input_tokens": 0, "output_tokens": 0}
-            nothing: dict[str, Any] = {
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": usage,
-            }
-            yield _event("message_start", message={**self._head, **nothing})
+    def begin(self, n_prompt: int) -> Iterator[Event]:
+        """See `AnswerForm`; some clients read the size of the prompt here only."""
+        nothing: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(n_prompt),
+        }
+        yield _event("message_start", message={**self._head, **nothing})
 
     def end(self, done: Sequence[Completion]) -> Iterator[Event]:
         """See `AnswerForm`."""
         for step in self._blocks.end():
             yield from _step_events(step)
-        yield _event("message_delta", delta=_stop(done[0]), usage=_usage(done[0]))
+        yield _event("message_delta", delta=_stop(done[0]), usage=_usage_of(done[0]))
         yield _event("message_stop")
 
     def failed(self, problem: Problem) -> Iterator[Event]:
@@ -322,7 +317,7 @@ class MessageForm(AnswerForm):
         """See `AnswerForm`."""
         (completion,) = done
         content = [_block(block) for block in self._blocks.done]
-        usage = _usage(completion)
+        usage = _usage_of(completion)
         return {**self._head, "content": content, **_stop(completion), "usage": usage}
 
 
@@ -376,11 +371,15 @@ def _stop(completion: Completion) -> dict[str, Any]:
     return {"stop_reason": "max_tokens", "stop_sequence": None}
 
 
-def _usage(completion: Completion) -> dict[str, int]:
+def _usage_of(completion: Completion) -> dict[str, int]:
     usage = completion.usage
+    return _usage(usage.n_prompt, usage.n_cached, usage.n_output)
+
+
+def _usage(n_prompt: int, n_cached: int = 0, n_output: int = 0) -> dict[str, int]:
     return {
-        "input_tokens": usage.n_prompt - usage.n_cached,
-        "cache_read_input_tokens": usage.n_cached,
+        "input_tokens": n_prompt - n_cached,
+        "cache_read_input_tokens": n_cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage.n_output,
+        "output_tokens": n_output,
     }

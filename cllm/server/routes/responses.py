@@ -324,7 +324,7 @@ class ResponseForm(AnswerForm):
                 found.append(token)
         return found
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, n_prompt: int = 0) -> Iterator[Event]:
         """Yield `response.created` and `response.in_progress` at the first call, nothing later; see `AnswerForm`."""
         if not self._has_begun:
             self._has_begun = True
