@@ -163,6 +163,7 @@ def test_white_space_that_may_go_on_ends_nothing() -> None:
     ({"prompt": "a", "n_predict": "x"}, "n_predict"), ({"n_predict": 1}, "prompt"),
     ({"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"), ({"prompt": "a", "nn": 1}, "nn"),
     ({"prompt": "a", "samplers": ["none"]}, "samplers"), ({"prompt": ["a"] * 1000}, "prompt"),
+    ({"prompt": "a", "response_fields": ["content"] * 257}, "response_fields"),
 ])  # fmt: skip
 async def test_what_is_wrong_is_named(
     body: dict[str, Any], field: str, http: httpx.AsyncClient

@@ -243,6 +243,8 @@ class OutputForm(AnswerForm):
         self._given = given
         self._model_name = model_name
         self._body = body
+        wanted = body.response_fields
+        self._paths = None if wanted is None else [path.split("/") for path in wanted]
         self._params = params
         self.is_prompt_only = _n_max(body) == 0
         max_s = body.t_max_predict_ms / 1000
@@ -271,8 +273,7 @@ class OutputForm(AnswerForm):
 
     async def look_up(self, stream: TokenStream, done: Sequence[Completion]) -> None:
         """See `AnswerForm`."""
-        wanted = self._body.response_fields
-        if wanted is None or any(path.split("/")[0] == "prompt" for path in wanted):
+        if self._paths is None or any(path[0] == "prompt" for path in self._paths):
             self._prompts = [
                 await _prompt_text(stream, given, one.prompt_token_ids)
                 for given, one in zip(self._given, done, strict=True)
@@ -319,8 +320,7 @@ class OutputForm(AnswerForm):
         }
         if done.logprobs is not None and not is_streamed:
             answer["completion_probabilities"] = _probabilities(done.logprobs[:n_output])
-        paths = self._body.response_fields
-        return answer if paths is None else _picked(answer, paths)
+        return answer if self._paths is None else _picked(answer, self._paths)
 
 
 def _settings(params: SamplingParams) -> dict[str, Any]:
@@ -330,15 +330,17 @@ def _settings(params: SamplingParams) -> dict[str, Any]:
     return settings
 
 
-def _picked(answer: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of an answer at `paths`, such as `timings/prompt_n`; missing ones are left out."""
+def _picked(answer: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the fields of an answer at paths, such as `timings/prompt_n`; missing ones are left out."""
     found = {}
     for path in paths:
         value: Any = answer
-        for name in path.split("/"):
+        for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None:
-            found[path] = value
+            if value is None:
+                break  # a path may have a million names
+        else:
+            found["/".join(path)] = value
     return found
 
 
