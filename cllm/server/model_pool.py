@@ -312,12 +312,12 @@ class ModelPool:
         keep_s = self._config.model_keep_alive_s
         while keep_s is not None:
             idle = [model for model in self.models.values() if model.is_idle and model.is_loaded]
-            now = anyio.current_time()
-            for model in idle:
-                if now - model.used_at >= keep_s:
-                    logger.info("freeing the model %s, unused for %g s", model.name, keep_s)
-                    await model.free()
-            due_at = min((model.used_at + keep_s for model in idle if model.is_idle), default=None)
-            with anyio.move_on_at(float("inf") if due_at is None else due_at):
+            oldest = min(idle, key=lambda model: model.used_at, default=None)
+            due_at = float("inf") if oldest is None else oldest.used_at + keep_s
+            if oldest is not None and anyio.current_time() >= due_at:
+                logger.info("freeing the model %s, unused for %g s", oldest.name, keep_s)
+                await oldest.free()  # meanwhile another one may be used again
+                continue
+            with anyio.move_on_at(due_at):
                 await self._used.wait()
                 self._used = anyio.Event()

@@ -33,6 +33,7 @@ class Loads:
         self.too_large_for_gpus: set[str] = set()  # beside any other, with all layers
         self.opening: anyio.Event | None = None  # which loading waits for
         self.fetching: dict[str, anyio.Event] = {}  # which a download waits for
+        self.closing: dict[str, anyio.Event] = {}  # which the end of an engine waits for
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -47,6 +48,11 @@ class Loads:
                 if error := loads.refusals.get(name):
                     raise error
                 return await super().__aenter__()
+
+            async def __aexit__(self, *error: Any) -> None:
+                if (closing := loads.closing.get(name)) is not None:
+                    await closing.wait()
+                await super().__aexit__(*error)
 
             async def fetch(self) -> None:
                 if (fetching := loads.fetching.get(name)) is not None:
@@ -221,6 +227,25 @@ async def test_a_model_that_nobody_uses_is_freed_after_a_while_and_loaded_again(
         await until(is_freed)
         assert await said(client, "a") == "a"
     assert loads.names == ["a", "a"]
+
+
+async def test_a_model_that_is_used_again_while_another_is_freed_is_not_freed(
+    loads: Loads,
+) -> None:
+    loads.closing["a"] = anyio.Event()
+    async with serving(loads, "a", "b", model_keep_alive_s=0.0) as client:
+        pool = pool_of(client)
+        a, b = pool.models.values()
+        async with pool.using(b), pool.using(a):
+            pass  # both end now, so both are due
+        await anyio.wait_all_tasks_blocked()
+        assert [a.is_loaded, b.is_loaded] == [False, True]
+        async with pool.using(b):
+            loads.closing["a"].set()
+            await a.free()
+            await anyio.wait_all_tasks_blocked()
+            assert b.is_loaded
+    assert loads.names == ["b", "a"]
 
 
 async def test_one_that_cannot_be_loaded_is_told_and_tried_again_and_ends_nothing_else(
