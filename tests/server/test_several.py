@@ -33,6 +33,7 @@ class Loads:
         self.too_large_for_gpus: set[str] = set()  # beside any other, with all layers
         self.opening: anyio.Event | None = None  # which loading waits for
         self.fetching: dict[str, anyio.Event] = {}  # which a download waits for
+        self.fetch_failures = 0  # downloads that fail
         self.closing: dict[str, anyio.Event] = {}  # which the end of an engine waits for
         self.go_on = threading.Event()
         self.go_on.set()
@@ -57,6 +58,9 @@ class Loads:
             async def fetch(self) -> None:
                 if (fetching := loads.fetching.get(name)) is not None:
                     await fetching.wait()
+                if loads.fetch_failures:
+                    loads.fetch_failures -= 1
+                    raise ModelLoadError(name, "the hub is away")
 
             async def check_memory(self) -> None:
                 is_entire = config.n_gpu_layers > 0
@@ -256,6 +260,41 @@ async def test_one_that_cannot_be_loaded_is_told_and_tried_again_and_ends_nothin
         assert "it is damaged" in refusal_of(await ask(client, "b"), 503)["message"]
         assert await said(client, "a") == "a"
         del loads.refusals["b"]
+        assert await said(client, "b") == "b"
+
+
+async def test_a_load_that_fails_is_not_repeated_by_requests_that_waited(loads: Loads) -> None:
+    loads.refusals["b"] = ModelLoadError("b.gguf", "it is damaged")
+    loads.opening = anyio.Event()
+    answers: list[httpx.Response] = []
+
+    async def ask_for_b() -> None:
+        answers.append(await ask(client, "b"))
+
+    async with serving(loads, "a", "b") as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(ask_for_b)
+            tasks.start_soon(said, client, "a")
+            await anyio.wait_all_tasks_blocked()
+            loads.opening.set()
+        assert sorted(loads.names) == ["a", "b"]
+        assert len(answers) == 8
+        assert all("damaged" in refusal_of(each, 503)["message"] for each in answers)
+        await ask_for_b()  # a request that comes later tries again
+        assert sorted(loads.names) == ["a", "b", "b"]
+
+
+async def test_a_download_that_fails_is_not_repeated_by_requests_that_waited(loads: Loads) -> None:
+    loads.fetching["b"] = anyio.Event()
+    loads.fetch_failures = 1
+    async with serving(loads, "b") as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(ask, client, "b")
+            await anyio.wait_all_tasks_blocked()
+            loads.fetching["b"].set()
+        assert loads.names == []
         assert await said(client, "b") == "b"
 
 
