@@ -14,7 +14,7 @@ from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
 from cllm.engine import media_parts
 from cllm.engine.chat.readable import words_of
 from cllm.server.answers.answer import AnswerForm
-from cllm.server.answers.chat_call import ChatCall, answer_chat, arguments_of, hinted
+from cllm.server.answers.chat_call import ChatCall, answer_chat, arguments_of, hinted, rendered
 from cllm.server.answers.client_tools import ClientTools
 from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
 from cllm.server.bodies.fields import Flag, Integer, Number, Objects, Text, Texts
@@ -108,15 +108,11 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 
 
 @router.post("/messages/count_tokens", summary="How many tokens messages have")
-async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
+async def count_tokens(body: CountBody, request: Request) -> Response:
     """Return the number of tokens of the prompt that the messages become."""
     state = state_of(request)
-    engine = state.serving
-    call = await chat_call_of(engine, body, sampling_of(body, {}))
-    state.check_messages(len(call.messages))
-    call = await call.with_images(state.fetcher)
-    rendered = await engine.render_chat(call.messages, **call.options)
-    return {"input_tokens": len(rendered.token_ids)}
+    call = await chat_call_of(state.serving, body, sampling_of(body, {}))
+    return await rendered(state, call, lambda prompt: {"input_tokens": len(prompt.token_ids)})
 
 
 async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) -> ChatCall:

@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 
 from cllm import (
     Completion,
-    Engine,
     FinishReason,
     ModelInfo,
     SamplingParams,
@@ -208,7 +207,7 @@ async def generate(body: OllamaGenerateBody, request: Request) -> Response:
         return answer_chat(state, call, form, observation, request_id, is_streamed=body.stream)
     if body.images:
         raise invalid("images", "are for a model with a chat template, and not for raw or suffix")
-    prompt = await _filled(engine, body) if body.suffix else body.prompt
+    prompt = await _filled(state, body) if body.suffix else body.prompt
     params = _params(state, body)
     lora = loras_of(engine, None, body.model.removesuffix(LATEST))
 
@@ -226,10 +225,12 @@ async def generate(body: OllamaGenerateBody, request: Request) -> Response:
     )
 
 
-async def _filled(engine: Engine, body: OllamaGenerateBody) -> Any:
+async def _filled(state: ServerState, body: OllamaGenerateBody) -> Any:
+    engine = state.serving
     if (fim := engine.model.fim) is None:
         raise Problem(400, f"{body.model!r} does not support insert", param="suffix")
-    return await prompt_of_gap(engine, fim, Gap(body.prompt, body.suffix))
+    async with state.tokenizer_turn():
+        return await prompt_of_gap(engine, fim, Gap(body.prompt, body.suffix))
 
 
 async def _call(

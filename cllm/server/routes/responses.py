@@ -16,7 +16,7 @@ from starlette.responses import Response
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta, TokenLogprob
 from cllm.log_once import log_once
 from cllm.server.answers.answer import AnswerForm
-from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted
+from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted, input_tokens_of, rendered
 from cllm.server.answers.client_tools import (
     CUSTOM,
     FUNCTION,
@@ -131,15 +131,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 
 
 @router.post("/responses/input_tokens", summary="How many tokens an input has")
-async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
+async def input_tokens(body: ResponsesBody, request: Request) -> Response:
     """Return the number of tokens of the prompt that the input becomes."""
     state = state_of(request)
-    engine = state.serving
-    call = chat_call_of(body, engine.sampling_defaults)
-    state.check_messages(len(call.messages), "input")
-    call = await call.with_images(state.fetcher)
-    rendered = await engine.render_chat(call.messages, **await hinted(engine, call.options))
-    return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
+    call = chat_call_of(body, state.serving.sampling_defaults)
+    return await rendered(state, call, input_tokens_of, "input")
 
 
 def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
