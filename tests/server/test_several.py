@@ -350,6 +350,20 @@ async def values(client: httpx.AsyncClient, name: str, **params: str) -> dict[st
     return found
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_a_request_to_unload_loads_no_model(path: str, loads: Loads) -> None:
+    async with serving(loads, "a") as client:
+        for keep_alive in (0, "0", "0s"):
+            answer = await client.post(path, json={"model": "a", "keep_alive": keep_alive})
+            said = answer.json()
+            assert (said["model"], said["done"], said["done_reason"]) == ("a", True, "unload")
+        assert loads.names == []
+        for body in ({}, {"keep_alive": "5m"}, {"keep_alive": 0}):  # the first one loads
+            answer = await client.post(path, json={"model": "a", **body})
+            assert answer.json()["done_reason"] == "load"
+        assert loads.names == ["a"]
+
+
 async def test_the_metrics_are_those_of_all_models_and_of_what_reached_none(loads: Loads) -> None:
     async with serving(loads, "a", "b", max_models=1) as client:
         assert await values(client, "cllm_ticks_total") == {}

@@ -49,7 +49,7 @@ from cllm.server.bodies.fields import (
     sampling_fields,
 )
 from cllm.server.bodies.schemas import HARMLESS, Body, Queued, lenient, sampling_of
-from cllm.server.http.body import SafeRoute
+from cllm.server.http.body import SafeRoute, parsed
 from cllm.server.http.problems import Problem, invalid, problem_of
 from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.operation.pulls import Pulls
@@ -166,6 +166,16 @@ class OllamaShowBody(Body):
 
     model: Text | None = None
     name: Text | None = None
+
+
+def unload_answer(path: str, body: bytes) -> dict[str, Any] | None:
+    """Return the answer to a request that only unloads its model, which is not loaded; None for another request."""
+    if path not in ("/api/chat", "/api/generate") or not isinstance(value := parsed(body), dict):
+        return None
+    has_input = any(value.get(name) for name in ("messages", "prompt", "images"))
+    if has_input or value.get("keep_alive") not in (0, "0", "0s"):
+        return None
+    return OllamaForm(str(value.get("model")), is_chat=path == "/api/chat").loaded("unload")
 
 
 # --- Answers ---------------------------------------------------------------------------------
@@ -362,9 +372,9 @@ class OllamaForm(AnswerForm):
         self._model = model
         self._is_chat = is_chat
 
-    def loaded(self) -> dict[str, Any]:
+    def loaded(self, reason: str = "load") -> dict[str, Any]:
         """Return the answer to a request without a prompt."""
-        return self._chunk("", done=True, done_reason="load")
+        return self._chunk("", done=True, done_reason=reason)
 
     def ping(self) -> Event:
         """See `AnswerForm`."""
