@@ -90,7 +90,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.media_parts")),
     (
         "cllm.server.routes.messages",
-        ("cllm", "cllm.server", "cllm.engine.media_parts"),
+        ("cllm", "cllm.server", "cllm.engine.chat.readable", "cllm.engine.media_parts"),
     ),
     (
         "cllm.server.config",

@@ -7,9 +7,10 @@ Each model has an application of `create_app`.  A model without requests is free
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,7 +20,7 @@ from cllm import CllmError, Engine, EngineConfig, ModelLoadError
 from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.engine_task import EngineTask
-from cllm.server.http.problems import shutting_down, unavailable
+from cllm.server.http.problems import Problem, shutting_down, unavailable
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.pulls import Pulls
 from cllm.server.state import settings_of_another
@@ -29,6 +30,38 @@ logger: logging.Logger = logging.getLogger("cllm.server")
 ALL_LAYERS = 1000  # more than any model has
 
 
+class Attempts:
+    """Attempts at one thing, in turn; the error of one is that of all requests that waited for it.
+
+    Parameters
+    ----------
+    turn : Lock
+        Held during an attempt; it may be that of several things.
+    """
+
+    def __init__(self, turn: anyio.Lock) -> None:
+        self._turn = turn
+        self._failure: Problem | None = None  # the last one
+
+    async def run(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Run `attempt` in its turn, unless an attempt fails while this one waits.
+
+        Raises
+        ------
+        Problem
+            The error of this attempt, or of the one before.
+        """
+        before = self._failure
+        async with self._turn:
+            if (failure := self._failure) is not None and failure is not before:
+                raise unavailable(str(failure))
+            try:
+                await attempt()
+            except Problem as error:
+                self._failure = error
+                raise
+
+
 class PooledModel:
     """One model.
 
@@ -36,6 +69,8 @@ class PooledModel:
     ----------
     app : FastAPI
         The application of the model; it answers 503 while the model is not loaded.
+    loads : Attempts
+        Attempts to load the model.
     n_users : int
         Number of requests that use the model or wait for it.
     used_at : float
@@ -50,6 +85,7 @@ class PooledModel:
         engine: EngineConfig,
         config: ServerConfig,
         make_engine: Callable[[EngineConfig], Engine],
+        loading: anyio.Lock,
     ) -> None:
         self.name = name
         self._engine = engine
@@ -61,7 +97,8 @@ class PooledModel:
         self._is_leaving = False
         # From the beginning of a load to the end of its engine.
         self._life: anyio.CancelScope | None = None
-        self._fetching = anyio.Lock()
+        self._fetches = Attempts(anyio.Lock())
+        self.loads: Attempts = Attempts(loading)
         self.n_users = 0
         self.used_at: float = 0.0
         self.freed: anyio.Event | None = None
@@ -107,11 +144,13 @@ class PooledModel:
         Problem
             503: a file cannot be downloaded.
         """
-        async with self._fetching:
-            try:
-                await self._make_engine(self._engine).fetch()
-            except CllmError as error:
-                raise unavailable(f"the model {self.name!r} cannot be loaded: {error}") from None
+        await self._fetches.run(self._fetch)
+
+    async def _fetch(self) -> None:
+        try:
+            await self._make_engine(self._engine).fetch()
+        except CllmError as error:
+            raise unavailable(f"the model {self.name!r} cannot be loaded: {error}") from None
 
     async def load(self, tasks: TaskGroup) -> None:
         """Start the engine as a task of `tasks`, and wait until the model is loaded.
@@ -171,8 +210,9 @@ class ModelPool:
         self._config = config
         self._make_engine = make_engine
         self._settings = next(iter(models.values()))
+        self._loading = anyio.Lock()
         self.models: dict[str, PooledModel] = {
-            name: PooledModel(name, engine, config.of_model(name), make_engine)
+            name: PooledModel(name, engine, config.of_model(name), make_engine, self._loading)
             for name, engine in models.items()
         }
         self.pulls: Pulls = Pulls(self.add)
@@ -180,7 +220,6 @@ class ModelPool:
         self.failure: BaseException | None = None  # always None: one model's failure is its own
         self._tasks: TaskGroup | None = None
         self._is_stopping = False
-        self._loading = anyio.Lock()
         self._used = anyio.Event()
 
     def add(self, name: str) -> None:
@@ -192,7 +231,7 @@ class ModelPool:
             changed = settings_of_another(self._settings)
             engine = replace(self._settings, model=name, **changed)
             config = self._config.of_model(name)
-            self.models[name] = PooledModel(name, engine, config, self._make_engine)
+            self.models[name] = PooledModel(name, engine, config, self._make_engine, self._loading)
 
     def stop(self) -> None:
         """Reject new requests, and let the present ones finish."""
@@ -256,9 +295,8 @@ class ModelPool:
             if not model.is_loaded:
                 self._check_running()
                 await model.fetch()
-                async with self._loading:  # one request loads the model; the others wait for it
-                    if not model.is_loaded:
-                        await self._load(model)
+                # One request loads the model; the others wait for it.
+                await model.loads.run(partial(self._load, model))
             yield model.app
         finally:
             model.n_users -= 1
@@ -266,6 +304,8 @@ class ModelPool:
             self._used.set()
 
     async def _load(self, model: PooledModel) -> None:
+        if model.is_loaded:
+            return
         if model.freed is not None:  # its last engine is still being freed
             await model.freed.wait()
         while (reason := await self._refusal(model)) is not None:
@@ -312,12 +352,12 @@ class ModelPool:
         keep_s = self._config.model_keep_alive_s
         while keep_s is not None:
             idle = [model for model in self.models.values() if model.is_idle and model.is_loaded]
-            now = anyio.current_time()
-            for model in idle:
-                if now - model.used_at >= keep_s:
-                    logger.info("freeing the model %s, unused for %g s", model.name, keep_s)
-                    await model.free()
-            due_at = min((model.used_at + keep_s for model in idle if model.is_idle), default=None)
-            with anyio.move_on_at(float("inf") if due_at is None else due_at):
+            oldest = min(idle, key=lambda model: model.used_at, default=None)
+            due_at = float("inf") if oldest is None else oldest.used_at + keep_s
+            if oldest is not None and anyio.current_time() >= due_at:
+                logger.info("freeing the model %s, unused for %g s", oldest.name, keep_s)
+                await oldest.free()  # meanwhile another one may be used again
+                continue
+            with anyio.move_on_at(due_at):
                 await self._used.wait()
                 self._used = anyio.Event()

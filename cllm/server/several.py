@@ -141,11 +141,14 @@ class _Front:
             await self._pool.default.app(scope, receive, send)
             return
         try:
-            name, receive = await _name_of(scope, receive)
+            name, body, receive = await _read(scope, receive)
             model = self._pool.default if name is None else _named(self._pool, name)
             path = route_path(scope)
             if path == "/api/show" and not model.is_loaded:  # clients ask for all models
                 await JSONResponse(ollama.UNLOADED)(scope, receive, send)
+                return
+            if not model.is_loaded and (told := ollama.unload_answer(path, body)) is not None:
+                await JSONResponse(told)(scope, receive, send)
                 return
             if (scope["method"] != "POST" or path in ADMIN_PATHS) and not model.is_loaded:
                 # A GET loads nothing: a page of another site can cause one that has no Origin.
@@ -166,11 +169,11 @@ class _Front:
         return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
 
 
-async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
-    """Return the model that a request names, if any, and a `receive` that repeats the body read here."""
+async def _read(scope: Scope, receive: Receive) -> tuple[str | None, bytes, Receive]:
+    """Return the model that a request names, if any, its body, and a `receive` that repeats that."""
     (asked,) = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[:1]
     if scope["method"] != "POST":
-        return asked, receive
+        return asked, b"", receive
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(await receive())
@@ -181,7 +184,7 @@ async def _name_of(scope: Scope, receive: Receive) -> tuple[str | None, Receive]
     named = _name_in(body, kind)
     if named is None and route_path(scope) == "/api/show":
         named = _name_in(body, kind, "name")
-    return named if asked is None else asked, _again(messages, receive)
+    return named if asked is None else asked, body, _again(messages, receive)
 
 
 def _name_in(body: bytes, content_type: str = "", field: str = "model") -> str | None:

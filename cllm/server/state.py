@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from cllm import DeadlineError, Engine, EngineConfig, SamplingParams, SlotInfo
 from cllm.server.answers.running import Observation
 from cllm.server.config import ServerConfig
 from cllm.server.http.fetching import ImageFetcher, Network
-from cllm.server.http.problems import shutting_down, too_many_messages, unavailable
+from cllm.server.http.problems import shutting_down, too_many, too_many_messages, unavailable
 from cllm.server.operation.latest_frame import LatestFrame
 from cllm.server.operation.metrics import Metrics
 from cllm.server.operation.pulls import Pulls, is_same_model
@@ -26,6 +26,7 @@ from cllm.server.operation.usage import Access
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
+MAX_WAITING = 64  # for the tokenizer
 N_BYTES_TOKEN = 4  # of text, about
 
 
@@ -75,8 +76,22 @@ class ServerState:
         self.pulls.renew()
         self.live: LatestFrame = LatestFrame()
         self.fetcher: ImageFetcher = ImageFetcher(self.config.image_hosts, _public_network)
-        # `/tokenize` and `/detokenize`: two requests at once, so that prompts do not wait for them.
-        self.tokenizing: anyio.CapacityLimiter = anyio.CapacityLimiter(2)
+        self._tokenizing = anyio.CapacityLimiter(2)
+
+    @asynccontextmanager
+    async def tokenizer_turn(self) -> AsyncIterator[None]:
+        """Wait for one of two turns at the tokenizer, so that prompts do not wait for texts that are only counted.
+
+        Raises
+        ------
+        Problem
+            429: `MAX_WAITING` requests wait.
+        """
+        n_waiting = self._tokenizing.statistics().tasks_waiting
+        if n_waiting >= MAX_WAITING:
+            raise too_many(f"{n_waiting} requests wait for the tokenizer")
+        async with self._tokenizing:
+            yield
 
     @contextmanager
     def unique(self, request_id: str) -> Iterator[str]:

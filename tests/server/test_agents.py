@@ -139,6 +139,12 @@ async def test_a_message_has_a_block_for_each_channel() -> None:
     assert (use["name"], use["input"]) == ("get_weather", {"city": "Oslo"})
     names = [name for name, _ in streamed]
     assert names[0] == "message_start"
+    begun_usage = streamed[0][1]["message"][
+        "usage"
+    ]  # the prompt's size: what is cached is not known yet
+    usage = whole["usage"]
+    assert begun_usage == {**usage, "cache_read_input_tokens": 0, "output_tokens": 0}
+    assert usage["input_tokens"] > 20
     assert names[-2:] == ["message_delta", "message_stop"]
     assert all(event["type"] == name for name, event in streamed)
     begun = [
@@ -459,6 +465,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("/v1/messages", {"messages": [ASK], "tool_choice": {"type": []}}, "tool_choice.type"),
     ("/v1/messages", {"messages": [], "system": "Be brief."}, "messages"),
+    ("/v1/messages", {"messages": [{"role": "system", "content": []}]}, "messages"),
     (
         "/v1/messages",
         {"messages": [ASK, {**TURN, "role": "hammer"}], "system": "Be brief."},
@@ -561,6 +568,114 @@ async def test_what_anthropics_clients_ask_for_reaches_the_engine(
     begun = [ASK, {"role": "assistant", "content": "It is"}]
     _, asked = await sent("/v1/messages", {"max_tokens": 5, "messages": begun}, monkeypatch)
     assert asked["continue_final_message"] is True
+
+
+def system(*blocks: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"role": "system", "content": list(blocks), **fields}
+
+
+def tool_change(kind: str, name: str) -> dict[str, Any]:
+    return {"type": f"tool_{kind}", "tool": {"type": "tool_reference", "name": name}}
+
+
+DEFINED = {"type": "tool_definition", "definition": {**MESSAGES_TOOL, "name": "two"}}
+DEFINED_AGAIN = {"type": "tool_definition", "definition": {**MESSAGES_TOOL, "description": "new"}}
+BRIEF = {"type": "text", "text": "Be brief."}
+# System messages among `messages`, with the texts and the names of tools that reach the engine.
+SYSTEMS: dict[str, tuple[list[dict[str, Any]], list[str], list[str] | None]] = {
+    "an effort": ([system(output_config={"effort": "low"})], [], ["get_weather"]),
+    "an effort with text": ([system(BRIEF, output_config={"effort": "low"})], ["Be brief."], ["get_weather"]),
+    "an empty text": ([{**system(), "content": ""}], [], ["get_weather"]),
+    "a tool that is known": ([system(tool_change("addition", "get_weather"))], [], ["get_weather"]),
+    "a tool that is defined": (
+        [system({"type": "tool_addition", "tool": DEFINED})], [], ["get_weather", "two"],
+    ),
+    "a tool that is removed": ([system(tool_change("removal", "get_weather"))], [], None),
+    "a tool that is removed, with text": (
+        [system(BRIEF, tool_change("removal", "get_weather"))], ["Be brief."], None,
+    ),
+    "a tool that is removed and offered again": (
+        [system(tool_change("removal", "get_weather")), ASK, system(tool_change("addition", "get_weather"))],
+        [], ["get_weather"],
+    ),
+    "a tool that is removed and defined anew": (
+        [system(tool_change("removal", "get_weather")), ASK,
+         system({"type": "tool_addition", "tool": DEFINED_AGAIN})],
+        [], ["get_weather"],
+    ),
+    "a tool of MCP": (
+        [system({"type": "tool_removal",
+                 "tool": {"type": "mcp_tool_reference", "server_name": "s", "name": "get_weather"}})],
+        [], ["get_weather"],
+    ),
+    "a tool that is nothing": ([system({"type": "tool_removal", "tool": 3})], [], ["get_weather"]),
+    "an unknown block": (
+        [system({"type": "new_block", "text": "Hm."})], ["[new_block: Hm.]"], ["get_weather"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+async def test_a_system_message_of_anthropics_changes_the_tools(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients leave these messages in place: a rejected one would end the chat."""
+    said, texts, tools = SYSTEMS[name]
+    body = {"messages": [ASK, *said], "tools": [MESSAGES_TOOL]}
+    response, asked = await sent("/v1/messages", {**body, "max_tokens": 9}, monkeypatch)
+    assert response.status_code == 200, response.text
+    systems = [each["content"] for each in asked["messages"] if each["role"] == "system"]
+    assert systems == texts
+    functions = asked["tools"] and [tool["function"] for tool in asked["tools"]]
+    assert (functions and [each["name"] for each in functions]) == tools
+    if "anew" in name:
+        assert functions[0]["description"] == "new"
+    async with client() as http:
+        counted = await http.post("/v1/messages/count_tokens", json=body)
+    assert counted.status_code == 200, counted.text
+
+
+async def test_the_last_effort_of_anthropics_messages_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def unknown(engine: Engine) -> None:
+        """What the template can do."""
+
+    monkeypatch.setattr(FakeEngine, "template_abilities", unknown)
+    efforts = [system(BRIEF, output_config={"effort": each}) for each in ("max", "low")]
+    body = {"max_tokens": 9, "output_config": {"effort": "high"}}
+    for messages, effort in (([ASK], "high"), ([efforts[0], ASK, efforts[1], ASK], "low")):
+        _, asked = await sent("/v1/messages", {**body, "messages": messages}, monkeypatch)
+        assert asked["reasoning_effort"] == effort
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (system(output_config={"effort": "a lot"}), "messages[1].output_config.effort"),
+        (
+            system({"type": "tool_addition", "tool": {"type": "tool_definition"}}),
+            "messages[1].content[0].tool.definition",
+        ),
+        (
+            system(
+                {
+                    "type": "tool_addition",
+                    "tool": {"type": "tool_definition", "definition": {"name": 3}},
+                }
+            ),
+            "messages[1].content[0].tool.definition.name",
+        ),
+    ],
+)
+async def test_what_is_wrong_in_a_system_message_is_named(
+    message: dict[str, Any], param: str
+) -> None:
+    async with client() as http:
+        body = {"messages": [ASK, message], "max_tokens": 5}
+        response = await http.post("/v1/messages", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])

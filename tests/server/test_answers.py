@@ -10,8 +10,16 @@ import anyio
 import httpx
 import pytest
 
-from cllm import ClosedError, DeadlineError, Engine, EngineStatus, QueueFullError
+from cllm import (
+    ClosedError,
+    DeadlineError,
+    EmbeddingError,
+    Engine,
+    EngineStatus,
+    QueueFullError,
+)
 from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.errors import LlamaCallError
 from cllm.server import create_app
 from cllm.server.answers import answer
 from cllm.server.http.problems import Problem
@@ -403,3 +411,24 @@ async def test_the_text_of_a_response_has_log_probabilities_if_they_are_wanted(
     (done,) = [event for event in events if event["type"] == "response.output_text.done"]
     assert done["logprobs"] == tokens
     assert wrong.json()["error"]["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+async def test_vectors_that_a_shutdown_cut_off_are_503_and_others_that_fail_500(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients with several servers go on to the next one after a 503."""
+    fault = EmbeddingError.of("r", LlamaCallError("llama_encode", -3))
+    cut_off = EmbeddingError("request r was cancelled")
+    for error, status in ((cut_off, 503), (fault, 500)):
+
+        async def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
+            raise error
+
+        async with FakeEngine(lambda _: "2") as engine, client_of(engine) as client:
+            monkeypatch.setattr(engine, "embeddings", fail)
+            reply = await client.post(path, json={"input": "a", "model": "m"})
+        assert reply.status_code == status, reply.text
+        if path.startswith("/v1"):
+            code = "unavailable" if status == 503 else "generation_failed"
+            assert reply.json()["error"]["code"] == code

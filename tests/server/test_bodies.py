@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from cllm.server.bodies.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerateBody
+from cllm.server.bodies.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, GenerateBody
 from cllm.server.http.problems import Problem
 
 MANY = 2000  # more than any of these may have, and each one wrong
@@ -37,3 +39,34 @@ def test_the_first_thing_that_is_wrong_is_enough(model: Any, body: dict[str, Any
         model.model_validate(body)
     if isinstance(caught.value, ValidationError):
         assert caught.value.error_count() <= N_OF_A_UNION
+
+
+def bodies_below(body: type[Body]) -> set[type[Body]]:
+    below = set(body.__subclasses__())
+    return below.union(*map(bodies_below, below))
+
+
+import_module("cllm.server.app")  # defines the bodies of all routes
+BODIES = sorted(bodies_below(Body), key=lambda body: body.__name__)
+KEYS = [str(n) for n in range(MANY)]
+ITEMS: list[Any] = [1, "x", None, True, [1], {}]
+WRONG: list[Any] = [
+    *([item] * MANY for item in ITEMS),
+    [{}, *[1] * MANY],
+    *(dict.fromkeys(KEYS, item) for item in ITEMS),
+    *([dict.fromkeys(KEYS, item)] for item in ITEMS),
+    *({"a": dict.fromkeys(KEYS, item)} for item in ITEMS),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_no_field_describes_each_of_its_wrong_items(body: type[Body]) -> None:
+    """A value of a mapping of a union has an error for its key, and one for each of its types."""
+    for name, value in product(body.model_fields, WRONG):
+        try:
+            body.model_validate({name: value})
+        except Problem:
+            pass
+        except ValidationError as error:
+            wrong = [each for each in error.errors(include_url=False) if each["loc"][0] == name]
+            assert len(wrong) <= N_OF_A_UNION + 1, name

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from cllm.server import ServerConfig, create_app
+from cllm.server.http.replies import PING, Writer
 from cllm.testing import FakeEngine
 from tests.server.conftest import TIMEOUT_S
 
@@ -101,6 +102,33 @@ async def test_a_stream_that_waits_says_so_again_and_again(path: str) -> None:
         ]
         numbers = [event["sequence_number"] for event in events]
         assert numbers == list(range(len(events)))
+
+
+async def test_no_keep_alive_comes_after_the_end_of_a_stream() -> None:
+    """The client stops reading at the last event, so the keep-alive waits; then the client reads on."""
+    reads, sent = anyio.Event(), list[Any]()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await reads.wait()
+        if message.get("body") == PING:  # it comes to the wire late
+            await anyio.wait_all_tasks_blocked()
+        sent.append(message)
+
+    async def finish() -> None:
+        await writer.event("last")
+        await writer.close()
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    writer = Writer({"type": "http"}, receive, send)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(finish)
+        tasks.start_soon(writer.ping, 0.0, lambda: None)
+        await anyio.wait_all_tasks_blocked()
+        reads.set()
+    assert [message.get("more_body") for message in sent] == [None, True, True, False]
 
 
 async def test_what_is_refused_before_it_is_admitted_keeps_its_status() -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cllm import FimTokens, TokenDelta
-from cllm.server import create_app
+from cllm.server import create_app, state
 from cllm.server.answers.infill import Gap, infill_prompt
 from cllm.server.routes.llama_server import Lines
 from cllm.testing import FakeEngine
@@ -163,6 +163,7 @@ def test_white_space_that_may_go_on_ends_nothing() -> None:
     ({"prompt": "a", "n_predict": "x"}, "n_predict"), ({"n_predict": 1}, "prompt"),
     ({"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"), ({"prompt": "a", "nn": 1}, "nn"),
     ({"prompt": "a", "samplers": ["none"]}, "samplers"), ({"prompt": ["a"] * 1000}, "prompt"),
+    ({"prompt": "a", "response_fields": ["content"] * 257}, "response_fields"),
 ])  # fmt: skip
 async def test_what_is_wrong_is_named(
     body: dict[str, Any], field: str, http: httpx.AsyncClient
@@ -225,3 +226,58 @@ async def test_a_long_text_around_a_gap_is_cut_far_from_it(n_max: int) -> None:
         if n_max == 200:
             assert b"near" in bytes(prompt)
             assert prompt.count(ord("b")) == 50
+
+
+async def test_a_text_around_a_gap_is_cut_before_it_is_tokenized() -> None:
+    read: list[str] = []
+
+    async def tokenize(text: str) -> list[int]:
+        read.append(text)
+        return list(text.encode())
+
+    n_max, n_many = 61, 100_000
+    files = [(f"{n}" * 100, "f" * 1000) for n in range(100)]
+    gap = Gap("a" * n_many + "p", "s" + "b" * n_many, [*files, ("y", "x" * n_many)], "m")
+    prompt = await infill_prompt(gap, FIM, tokenize, n_max)
+    assert sum(map(len, read)) < 4 * 64 * n_max
+    near = Gap(gap.prefix[-n_max:], gap.suffix[:n_max], gap.extra[-1:], "m")
+    assert prompt == await infill_prompt(near, FIM, tokenize, n_max)
+    prompt = await infill_prompt(Gap("p", "s", files, "m"), FIM, tokenize, 2000)
+    assert prompt == await infill_prompt(Gap("p", "s", files[-3:], "m"), FIM, tokenize, 2000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": ["a" * 64 * 256, "b", 1]}, {"prompt": [["a", 1]] * 1000}],
+    ids=["long texts", "many prompts"],
+)
+async def test_mixed_prompts_that_are_too_long_are_not_tokenized(
+    body: dict[str, Any], monkeypatch: pytest.MonkeyPatch, http: httpx.AsyncClient
+) -> None:
+    async def tokenize(*_: Any, **__: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(FakeEngine, "tokenize", tokenize)
+    response = await http.post("/completion", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "prompt"
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+TOKENIZED: dict[str, dict[str, Any]] = {
+    "/tokenize": {"content": "a"}, "/detokenize": {"tokens": [1]}, "/apply-template": CHAT,
+    "/v1/chat/completions/input_tokens": CHAT, "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/messages/count_tokens": CHAT, "/completion": {"prompt": ["a", 1]}, "/infill": EDITOR,
+    "/api/generate": {"model": "m", "prompt": "a", "suffix": "b"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", TOKENIZED)
+async def test_a_text_that_is_only_tokenized_waits_for_its_turn(
+    path: str, monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, http: httpx.AsyncClient
+) -> None:
+    model = replace(engine.model, fim=FIM)
+    monkeypatch.setattr(FakeEngine, "model", property(lambda _: model))
+    assert (await http.post(path, json=TOKENIZED[path])).status_code == 200
+    monkeypatch.setattr(state, "MAX_WAITING", 0)
+    assert (await http.post(path, json=TOKENIZED[path])).status_code == 429

@@ -33,6 +33,8 @@ class Loads:
         self.too_large_for_gpus: set[str] = set()  # beside any other, with all layers
         self.opening: anyio.Event | None = None  # which loading waits for
         self.fetching: dict[str, anyio.Event] = {}  # which a download waits for
+        self.fetch_failures = 0  # downloads that fail
+        self.closing: dict[str, anyio.Event] = {}  # which the end of an engine waits for
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -48,9 +50,17 @@ class Loads:
                     raise error
                 return await super().__aenter__()
 
+            async def __aexit__(self, *error: Any) -> None:
+                if (closing := loads.closing.get(name)) is not None:
+                    await closing.wait()
+                await super().__aexit__(*error)
+
             async def fetch(self) -> None:
                 if (fetching := loads.fetching.get(name)) is not None:
                     await fetching.wait()
+                if loads.fetch_failures:
+                    loads.fetch_failures -= 1
+                    raise ModelLoadError(name, "the hub is away")
 
             async def check_memory(self) -> None:
                 is_entire = config.n_gpu_layers > 0
@@ -223,6 +233,25 @@ async def test_a_model_that_nobody_uses_is_freed_after_a_while_and_loaded_again(
     assert loads.names == ["a", "a"]
 
 
+async def test_a_model_that_is_used_again_while_another_is_freed_is_not_freed(
+    loads: Loads,
+) -> None:
+    loads.closing["a"] = anyio.Event()
+    async with serving(loads, "a", "b", model_keep_alive_s=0.0) as client:
+        pool = pool_of(client)
+        a, b = pool.models.values()
+        async with pool.using(b), pool.using(a):
+            pass  # both end now, so both are due
+        await anyio.wait_all_tasks_blocked()
+        assert [a.is_loaded, b.is_loaded] == [False, True]
+        async with pool.using(b):
+            loads.closing["a"].set()
+            await a.free()
+            await anyio.wait_all_tasks_blocked()
+            assert b.is_loaded
+    assert loads.names == ["b", "a"]
+
+
 async def test_one_that_cannot_be_loaded_is_told_and_tried_again_and_ends_nothing_else(
     loads: Loads,
 ) -> None:
@@ -231,6 +260,41 @@ async def test_one_that_cannot_be_loaded_is_told_and_tried_again_and_ends_nothin
         assert "it is damaged" in refusal_of(await ask(client, "b"), 503)["message"]
         assert await said(client, "a") == "a"
         del loads.refusals["b"]
+        assert await said(client, "b") == "b"
+
+
+async def test_a_load_that_fails_is_not_repeated_by_requests_that_waited(loads: Loads) -> None:
+    loads.refusals["b"] = ModelLoadError("b.gguf", "it is damaged")
+    loads.opening = anyio.Event()
+    answers: list[httpx.Response] = []
+
+    async def ask_for_b() -> None:
+        answers.append(await ask(client, "b"))
+
+    async with serving(loads, "a", "b") as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(ask_for_b)
+            tasks.start_soon(said, client, "a")
+            await anyio.wait_all_tasks_blocked()
+            loads.opening.set()
+        assert sorted(loads.names) == ["a", "b"]
+        assert len(answers) == 8
+        assert all("damaged" in refusal_of(each, 503)["message"] for each in answers)
+        await ask_for_b()  # a request that comes later tries again
+        assert sorted(loads.names) == ["a", "b", "b"]
+
+
+async def test_a_download_that_fails_is_not_repeated_by_requests_that_waited(loads: Loads) -> None:
+    loads.fetching["b"] = anyio.Event()
+    loads.fetch_failures = 1
+    async with serving(loads, "b") as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(ask, client, "b")
+            await anyio.wait_all_tasks_blocked()
+            loads.fetching["b"].set()
+        assert loads.names == []
         assert await said(client, "b") == "b"
 
 
@@ -284,6 +348,20 @@ async def values(client: httpx.AsyncClient, name: str, **params: str) -> dict[st
                 model = sample.labels.get("model", "")
                 found[model] = found.get(model, 0.0) + sample.value
     return found
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_a_request_to_unload_loads_no_model(path: str, loads: Loads) -> None:
+    async with serving(loads, "a") as client:
+        for keep_alive in (0, "0", "0s"):
+            answer = await client.post(path, json={"model": "a", "keep_alive": keep_alive})
+            said = answer.json()
+            assert (said["model"], said["done"], said["done_reason"]) == ("a", True, "unload")
+        assert loads.names == []
+        for body in ({}, {"keep_alive": "5m"}, {"keep_alive": 0}):  # the first one loads
+            answer = await client.post(path, json={"model": "a", **body})
+            assert answer.json()["done_reason"] == "load"
+        assert loads.names == ["a"]
 
 
 async def test_the_metrics_are_those_of_all_models_and_of_what_reached_none(loads: Loads) -> None:

@@ -47,8 +47,8 @@ class AnswerForm(ABC):
     is_plain = False
     is_prompt_only = False
 
-    def begin(self) -> Iterable[Event]:
-        """Return the first events, unless they have been sent."""
+    def begin(self, n_prompt: int) -> Iterable[Event]:
+        """Return the first events of a stream, whose prompt has `n_prompt` tokens."""
         return ()
 
     def ping(self) -> Event | None:
@@ -138,7 +138,7 @@ def answer(
 
         async def on_admitted() -> None:
             await writer.begin()
-            for name, event in form.begin():
+            for name, event in form.begin(streams[0].n_prompt):
                 await writer.event(event, name)
 
         with state.unique(request_id) as engine_id:

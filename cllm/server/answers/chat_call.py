@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,16 +14,18 @@ from starlette.responses import Response
 from cllm import (
     Engine,
     InvalidRequestError,
+    RenderedPrompt,
     SamplingParams,
     TokenStream,
 )
 from cllm.log_once import log_once
 from cllm.server.answers.answer import AnswerForm, answer
-from cllm.server.answers.client_tools import ClientTools
+from cllm.server.answers.client_tools import ClientTools, messages_of
 from cllm.server.answers.running import Observation
 from cllm.server.bodies.schemas import ChatOptionFields
 from cllm.server.http.fetching import ImageFetcher
 from cllm.server.http.problems import Problem, problem_of
+from cllm.server.http.replies import Reply, Writer
 from cllm.server.state import ServerState
 
 logger: logging.Logger = logging.getLogger("cllm.server")
@@ -125,6 +127,42 @@ def answer_chat(
     )
 
 
+async def rendered(
+    state: ServerState,
+    call: ChatCall,
+    told: Callable[[RenderedPrompt], object],
+    field: str = "messages",
+) -> Response:
+    """Return the response with what `told` returns for the prompt of a chat, without an answer.
+
+    The prompt waits for its turn at the tokenizer.
+
+    Raises
+    ------
+    Problem
+        400: the chat has too many messages, or an image that cannot be fetched; names `field`.
+    """
+    state.check_messages(len(call.messages), field)
+    engine = state.serving
+    options = await hinted(engine, call.options)
+    call = await call.with_images(state.fetcher)
+
+    async def produce(writer: Writer) -> None:
+        try:
+            async with state.tokenizer_turn():
+                prompt = await engine.render_chat(call.messages, **options)
+        except InvalidRequestError as error:
+            raise call.problem_of(error) from None
+        await writer.json(lambda: told(prompt))
+
+    return Reply(produce)
+
+
+def input_tokens_of(prompt: RenderedPrompt) -> dict[str, Any]:
+    """Return the answer of OpenAI's routes that count the tokens of a prompt."""
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+
+
 async def hinted(engine: Engine, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a chat, without a `reasoning_effort` that the chat template does not support.
 
@@ -160,6 +198,13 @@ def client_tools_of(tools: Sequence[Mapping[str, Any]] | None) -> ClientTools:
     found = ClientTools()
     found.add(tools or ())
     return found
+
+
+def chat_call_of(body: ChatOptionFields, messages: Sequence[Any]) -> ChatCall:
+    """Return a chat that is rendered, not answered."""
+    tools = client_tools_of(body.tools)
+    options = chat_options(body, tools)
+    return ChatCall(messages_of(messages), options, SamplingParams(), tools=tools)
 
 
 def chat_options(body: ChatOptionFields, tools: ClientTools | None = None) -> dict[str, Any]:

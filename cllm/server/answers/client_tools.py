@@ -206,6 +206,7 @@ class ClientTools:
     _fields: list[str] = field(default_factory=list)  # of the body, one for each of `functions`
     _known: dict[str, ClientTool] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)  # in `functions`, by name
+    _withdrawn: set[str] = field(default_factory=set)  # names
 
     def add(self, tools: Iterable[object], where: str = "tools") -> None:
         """Add the tools of a request, or of an item of its input.
@@ -259,45 +260,79 @@ class ClientTools:
         shown = ClientTool(kind, str(name or ""), space)
         if isinstance(name, str):
             function["name"] = shown.flat_name
+        self._put(shown.flat_name, function, f"{where}.{kind}" if said is inner else where)
+        self._known[shown.flat_name] = shown
+        return True
+
+    def _put(self, name: str, function: dict[str, Any], where: str) -> None:
         made = {"type": "function", "function": function}
-        place = self._places.setdefault(shown.flat_name, len(self.functions))
-        # A tool of the input was found again: its last definition counts.
-        if place < len(self.functions) and where.startswith("input"):
+        place = self._places.setdefault(name, len(self.functions))
+        # A tool of the history was found again: its last definition counts.
+        if place < len(self.functions) and not where.startswith("tools"):
             self.functions[place], self._fields[place] = made, where
         else:
             self.functions.append(made)
-            self._fields.append(f"{where}.{kind}" if said is inner else where)
-        self._known[shown.flat_name] = shown
-        return True
+            self._fields.append(where)
+        self._withdrawn.discard(name)
 
     def add_anthropic(self, tools: Iterable[Mapping[str, Any]]) -> None:
         """Add the tools of `/v1/messages`; raise `Problem` for an unknown version of a client's tool."""
         for i, tool in enumerate(tools):
-            kind = tool.get("type")
-            if kind in (None, CUSTOM):
-                schema = tool.get("input_schema")
-                function = {
-                    "name": tool.get("name"),
-                    "description": tool.get("description"),
-                    "parameters": schema,
-                    "strict": tool.get("strict") is True,
-                }
-            elif isinstance(kind, str) and kind in _ANTHROPIC:
-                name, description, schema = _ANTHROPIC[kind]
-                if kind == "computer_20251124" and tool.get("enable_zoom") is not True:
-                    _, _, schema = _ANTHROPIC["computer_20250124"]
-                sizes = [tool.get(f"display_{side}_px") for side in ("width", "height")]
-                if all(isinstance(size, int) for size in sizes):
-                    description += f" The screen has {sizes[0]} by {sizes[1]} pixels."
-                function = {"name": name, "description": description, "parameters": schema}
-            elif str(kind).startswith(_UNKNOWN_CLIENT_TOOLS):
-                known = ", ".join(_ANTHROPIC)
-                raise invalid(f"tools[{i}].type", f"is {str(kind)[:40]!r}, must be one of {known}")
+            self._add_anthropic(f"tools[{i}]", tool)
+
+    def _add_anthropic(self, where: str, tool: Mapping[str, Any]) -> None:
+        kind = tool.get("type")
+        if kind in (None, CUSTOM):
+            function = {
+                "name": tool.get("name"),
+                "description": tool.get("description"),
+                "parameters": tool.get("input_schema"),
+                "strict": tool.get("strict") is True,
+            }
+        elif isinstance(kind, str) and kind in _ANTHROPIC:
+            name, description, schema = _ANTHROPIC[kind]
+            if kind == "computer_20251124" and tool.get("enable_zoom") is not True:
+                _, _, schema = _ANTHROPIC["computer_20250124"]
+            sizes = [tool.get(f"display_{side}_px") for side in ("width", "height")]
+            if all(isinstance(size, int) for size in sizes):
+                description += f" The screen has {sizes[0]} by {sizes[1]} pixels."
+            function = {"name": name, "description": description, "parameters": schema}
+        elif str(kind).startswith(_UNKNOWN_CLIENT_TOOLS):
+            known = ", ".join(_ANTHROPIC)
+            raise invalid(f"{where}.type", f"is {str(kind)[:40]!r}, must be one of {known}")
+        else:
+            log_once(logger, LEFT_OUT, kind)
+            return
+        self._put(str(function["name"] or ""), function, where)
+
+    def change(self, where: str, block: Mapping[str, Any]) -> None:
+        """Offer or withdraw the tool of a `tool_addition` or `tool_removal` in a message of `/v1/messages`.
+
+        A reference to a tool of MCP changes nothing: it runs elsewhere.
+
+        Raises
+        ------
+        Problem
+            400: a definition is malformed; names it.
+        """
+        given = block.get("tool")
+        tool = given if isinstance(given, Mapping) else {}
+        name, definition = tool.get("name"), tool.get("definition")
+        if tool.get("type") == "tool_definition":
+            if not isinstance(definition, Mapping):
+                raise invalid(f"{where}.tool.definition", "must be an object")
+            self._add_anthropic(f"{where}.tool.definition", definition)
+        elif tool.get("type") == "tool_reference" and isinstance(name, str):
+            if block.get("type") == "tool_removal":
+                self._withdrawn.add(name)
             else:
-                log_once(logger, LEFT_OUT, kind)
-                continue
-            self.functions.append({"type": "function", "function": function})
-            self._fields.append(f"tools[{i}]")
+                self._withdrawn.discard(name)
+
+    @property
+    def offered(self) -> list[dict[str, Any]] | None:
+        """The functions without those that a message has withdrawn; None without any."""
+        names = self._withdrawn
+        return [f for f in self.functions if str(f["function"].get("name")) not in names] or None
 
     def field_of(self, function: object) -> str:
         """Return the field of the body that one of `functions` comes from, such as `tools[1].function`."""

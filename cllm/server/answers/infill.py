@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from cllm import Engine, FimTokens
+from cllm import Engine, FimTokens, PromptTooLongError
 
 Tokenize = Callable[[str], Awaitable[Sequence[int]]]
 # Separator of other files for a model without a token for files; the same as in llama-server.
 BETWEEN = "\n\n--- snippet ---\n\n"
 REPOSITORY, FILE = "myproject\n", "filename\n"  # llama-server's: clients do not send these names
+N_CHARACTERS_TOKEN = 64  # more characters per token of the context cannot fit
 SUFFIX_SHARE = 4  # the suffix has 1/4 of the room, and the part that a short prefix leaves
 
 
@@ -34,8 +35,22 @@ class Gap:
     middle: str = ""
 
 
+def check_characters(engine: Engine, n_characters: int) -> None:
+    """Raise `PromptTooLongError` for so many characters that they cannot fit, before they are tokenized."""
+    n_ctx = engine.model.n_ctx
+    if n_characters > n_ctx * N_CHARACTERS_TOKEN:
+        raise PromptTooLongError(n_characters // N_CHARACTERS_TOKEN, n_ctx)
+
+
 async def prompt_of_gap(engine: Engine, fim: FimTokens, gap: Gap, n_output: int = 1) -> list[int]:
-    """Return the prompt for a gap, with room for `n_output` tokens in the context of the engine."""
+    """Return the prompt for a gap, with room for `n_output` tokens in the context of the engine.
+
+    Raises
+    ------
+    PromptTooLongError
+        `gap.middle` cannot fit.
+    """
+    check_characters(engine, len(gap.middle))
 
     async def tokenize(text: str) -> list[int]:
         return await engine.tokenize(text, add_special=False) if text else []
@@ -56,14 +71,15 @@ async def infill_prompt(gap: Gap, fim: FimTokens, tokenize: Tokenize, n_max: int
         Tokens that the prompt may have.  A long prefix loses its beginning, a long suffix its end.  Other
         files get the remaining room.  `middle` is never cut, and may exceed the limit.
     """
+    n_most = n_max * N_CHARACTERS_TOKEN  # characters; the rest of a text would be cut in any case
     middle = await tokenize(gap.middle)
-    prefix, suffix = await tokenize(gap.prefix), await tokenize(gap.suffix)
+    prefix, suffix = await tokenize(gap.prefix[-n_most:]), await tokenize(gap.suffix[:n_most])
     begin = [] if fim.begin is None else [fim.begin]
     n_left = max(0, n_max - len(begin) - len(middle) - 3)
     n_suffix = min(len(suffix), n_left // SUFFIX_SHARE)
     n_prefix = min(len(prefix), n_left - n_suffix)
     n_suffix = min(len(suffix), n_left - n_prefix)
-    extra = await _other_files(gap, fim, tokenize)
+    extra = await _other_files(_nearest(gap.extra, n_most), fim, tokenize)
     n_extra = min(len(extra), n_left - n_prefix - n_suffix)
     return [
         *extra[len(extra) - n_extra :],
@@ -77,12 +93,25 @@ async def infill_prompt(gap: Gap, fim: FimTokens, tokenize: Tokenize, n_max: int
     ]
 
 
-async def _other_files(gap: Gap, fim: FimTokens, tokenize: Tokenize) -> list[int]:
+def _nearest(files: Sequence[tuple[str, str]], n_most: int) -> list[tuple[str, str]]:
+    """Return the last files, with `n_most` characters at most; the first of them loses its beginning."""
+    kept: list[tuple[str, str]] = []
+    for name, text in reversed(files):
+        if n_most <= 0:
+            break
+        kept.append((name[:n_most], text[-n_most:]))
+        n_most -= len(name) + len(text) + 1
+    return kept[::-1]
+
+
+async def _other_files(
+    files: Sequence[tuple[str, str]], fim: FimTokens, tokenize: Tokenize
+) -> list[int]:
     """Return the tokens of the other files, which come before the text with the gap."""
     tokens: list[int] = []
     if fim.repository is not None:
         tokens += [fim.repository, *await tokenize(REPOSITORY)]
-    for name, text in gap.extra:
+    for name, text in files:
         if fim.file is not None:
             tokens += [fim.file, *await tokenize(f"{name}\n")]
         else:

@@ -141,8 +141,13 @@ def _check_biases(data: object) -> object:
 
 
 def _check_loras(data: object) -> object:
-    if isinstance(data, list | Mapping) and len(data) > MAX_LORAS:
-        raise invalid("lora", f"has {len(data)}, must have at most {MAX_LORAS}")
+    """Raise `Problem` for too many entries, or fields of one, before pydantic checks each of them."""
+    if isinstance(data, list | Mapping):
+        if len(data) > MAX_LORAS:
+            raise invalid("lora", f"has {len(data)}, must have at most {MAX_LORAS}")
+        for i, each in enumerate(data):
+            if isinstance(each, Mapping) and len(each) > 2:
+                raise invalid(f"lora[{i}]", 'must be {"id": …, "scale": …}')
     return data
 
 

@@ -127,6 +127,7 @@ HINTS = {
 }
 
 
+MAX_RESPONSE_FIELDS = 256  # each is looked up in each output; an answer has about 80
 PARSE_SPECIAL = "Parse the names of control tokens in a prompt as these tokens"
 
 
@@ -291,7 +292,7 @@ class LlamaServerFields(_Request):
     n: Choices | None = None
     n_probs: Integer | None = Field(None, description="As `logprobs`")
     return_tokens: Flag = False
-    response_fields: Texts | None = Field(
+    response_fields: Annotated[Texts, Field(max_length=MAX_RESPONSE_FIELDS)] | None = Field(
         None, description="Fields to return; inner ones as `outer/inner`", examples=[["content"]]
     )
     n_indent: Integer = Field(

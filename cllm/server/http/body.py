@@ -167,10 +167,9 @@ class SafeRoute(APIRoute):
             try:
                 body = body_type.model_validate(value)
             except ValidationError as error:
-                wrong = error.errors(include_url=False)
-                raise RequestValidationError(
-                    [{**each, "loc": ("body", *each["loc"])} for each in wrong]
-                ) from None
+                first = error.errors(include_url=False)[0]  # the answer states one
+                first["loc"] = ("body", *first["loc"])
+                raise RequestValidationError([first]) from None
             answer = await endpoint(body, request)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 

@@ -18,6 +18,7 @@ from cllm import (
     CllmError,
     ClosedError,
     DeadlineError,
+    EmbeddingError,
     EngineFailedError,
     GenerationError,
     InvalidArgumentError,
@@ -217,7 +218,9 @@ def problem_of(error: BaseException, name_of: Callable[[str], str] = str) -> Pro
             return Problem(408, str(error), code="timeout", headers={"x-should-retry": "false"})
         case ClosedError() | EngineFailedError():
             return unavailable(str(error))
-        case GenerationError():
+        case EmbeddingError() if error.__cause__ is None:  # cancelled at the end of a drain
+            return shutting_down()
+        case GenerationError() | EmbeddingError():
             cause = error.__cause__
             is_fault = isinstance(cause, LlamaCallError | ContextError | LibraryError)
             if isinstance(cause, CllmError | ValueError) and not is_fault:

@@ -61,6 +61,7 @@ class Writer:
         self._begun = anyio.Event()
         self._is_over = False
         self._sent_at = 0.0
+        self._sending = anyio.Lock(fast_acquire=True)
 
     async def json(self, make: Callable[[], object], *, is_long: bool = False) -> None:
         """Send the value that `make` returns as JSON; if it is long, it is made and encoded in a thread."""
@@ -99,20 +100,19 @@ class Writer:
                 await anyio.sleep(left)
                 continue
             event = make()
-            if event is None:
-                await self._body(PING, more=True)
-            else:
-                await self.event(event[1], event[0])
+            await self._body(PING if event is None else self._framed(event[1], event[0]))
 
     async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
         """Send one event, with a name if there is one; lines of JSON have no names."""
         await self.begin()
+        await self._body(self._framed(value, name))
+
+    def _framed(self, value: Mapping[str, Any] | str, name: str | None) -> bytes:
         data = value.encode() if isinstance(value, str) else _in_one_line(_dumped(value))
         if self._has_lines:
-            await self._body(data + b"\n", more=True)
-            return
+            return data + b"\n"
         head = b"data: " if name is None else b"event: %b\ndata: " % name.encode()
-        await self._body(head + data + b"\n\n", more=True)
+        return head + data + b"\n\n"
 
     async def fail(self, problem: Problem) -> None:
         """Send an error as the last event of the stream, and end it."""
@@ -130,7 +130,6 @@ class Writer:
 
     async def close(self) -> None:
         """End the stream, without another event."""
-        self._is_over = True
         await self._body(b"", more=False)
 
     async def _send(self, message: Message) -> None:
@@ -140,10 +139,14 @@ class Writer:
             self.has_left = True
             raise
 
-    async def _body(self, data: bytes, *, more: bool) -> None:
-        self._sent_at = time.monotonic()
-        # This waits while the client does not read, which pauses only its own sequence.
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+    async def _body(self, data: bytes, *, more: bool = True) -> None:
+        async with self._sending:
+            if self._is_over:  # a keep-alive has waited for the end
+                return
+            self._is_over = not more
+            self._sent_at = time.monotonic()
+            # This waits while the client does not read, which pauses only its own sequence.
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def _encoded(make: Callable[[], object]) -> bytes:

@@ -25,7 +25,7 @@ from cllm import (
 )
 from cllm.server.answers.answer import AnswerForm, answer
 from cllm.server.answers.formats import deadline_of
-from cllm.server.answers.infill import Gap, prompt_of_gap
+from cllm.server.answers.infill import Gap, check_characters, prompt_of_gap
 from cllm.server.answers.running import check_in_time
 from cllm.server.bodies.fields import MAX_SEED, MEDIA_MARKER, NO_LIMIT, SAMPLING_FIELDS
 from cllm.server.bodies.schemas import (
@@ -53,15 +53,17 @@ NO_SLOT = -1
 @router.post("/completion", summary="Complete prompts, as llama-server does")
 async def completion(body: LlamaServerCompletionBody, request: Request) -> Response:
     """Return the output of one prompt as an object, or those of several prompts as a list."""
-    engine = state_of(request).serving
-    prompts = [await _prompt_of(engine, given) for given in body.prompt]
-    return _answer(state_of(request), body, prompts, request)
+    state = state_of(request)
+    n = _n_of(state, body, len(body.prompt))
+    prompts = [await _prompt_of(state, given) for given in body.prompt]
+    return _answer(state, body, prompts, n, request)
 
 
 @router.post("/infill", summary="Fill in text, as llama-server does")
 async def infill(body: InfillBody, request: Request) -> Response:
     """Generate the text between a prefix and a suffix; status 501 if the model has no infill tokens."""
-    engine = state_of(request).serving
+    state = state_of(request)
+    engine = state.serving
     if (fim := engine.model.fim) is None:
         missing = (
             "Infill is not supported by this model: it has no prefix, suffix and middle tokens"
@@ -69,8 +71,10 @@ async def infill(body: InfillBody, request: Request) -> Response:
         raise Problem(501, missing)
     n_output = N_INFILL if body.n_predict is None else min(body.n_predict, N_INFILL)
     gap = Gap(body.input_prefix, body.input_suffix, _others(body.input_extra), body.prompt)
-    prompt = await prompt_of_gap(engine, fim, gap, n_output)
-    return _answer(state_of(request), body, [prompt], request)
+    n = _n_of(state, body, 1)
+    async with state.tokenizer_turn():
+        prompt = await prompt_of_gap(engine, fim, gap, n_output)
+    return _answer(state, body, [prompt], n, request)
 
 
 def _others(extra: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -84,19 +88,22 @@ def _others(extra: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return found
 
 
-async def _prompt_of(engine: Engine, given: Prompt) -> Prompt:
+async def _prompt_of(state: ServerState, given: Prompt) -> Prompt:
     """Return a prompt for the engine; texts between token ids are tokenized."""
+    engine = state.serving
     check_length(engine, given)  # type: ignore[arg-type]  # a text has a token or more
     if isinstance(given, str) or any(isinstance(part, Image | Audio) for part in given):
         return given
     if not any(isinstance(part, str) for part in given):
         return given
+    check_characters(engine, sum(len(part) for part in given if isinstance(part, str)))
     tokens: list[int] = []
-    for i, part in enumerate(given):
-        if isinstance(part, str):
-            tokens += await engine.tokenize(part, add_special=i == 0, parse_special=True)
-        else:
-            tokens.append(cast(int, part))
+    async with state.tokenizer_turn():
+        for i, part in enumerate(given):
+            if isinstance(part, str):
+                tokens += await engine.tokenize(part, add_special=i == 0, parse_special=True)
+            else:
+                tokens.append(cast(int, part))
     return tokens
 
 
@@ -176,14 +183,21 @@ class Lines:
         return self.text[before:]
 
 
-def _answer(state: ServerState, body: Any, prompts: Sequence[Prompt], request: Request) -> Response:
-    engine, request_id = state.serving, request_id_of(request)
+def _n_of(state: ServerState, body: Any, n_prompts: int) -> int:
+    """Return the number of outputs of each prompt; raise `Problem` (400) for too many."""
     field = "n" if body.n_cmpl is None else "n_cmpl"
     n = 1 if getattr(body, field) is None else getattr(body, field)
     if not 1 <= n <= state.config.max_n:
         raise invalid(field, f"is {n}, must be 1 to {state.config.max_n}")
-    if len(prompts) * n > state.config.max_prompts:
+    if n_prompts * n > state.config.max_prompts:
         raise invalid("prompt", f"prompts times {field} must be at most {state.config.max_prompts}")
+    return int(n)
+
+
+def _answer(
+    state: ServerState, body: Any, prompts: Sequence[Prompt], n: int, request: Request
+) -> Response:
+    engine, request_id = state.serving, request_id_of(request)
     params = _params_of(body, engine)
     check_logprobs(state, params)
     lora = loras_of(engine, body.lora, body.model)
@@ -243,6 +257,8 @@ class OutputForm(AnswerForm):
         self._given = given
         self._model_name = model_name
         self._body = body
+        wanted = body.response_fields
+        self._paths = None if wanted is None else [path.split("/") for path in wanted]
         self._params = params
         self.is_prompt_only = _n_max(body) == 0
         max_s = body.t_max_predict_ms / 1000
@@ -271,8 +287,7 @@ class OutputForm(AnswerForm):
 
     async def look_up(self, stream: TokenStream, done: Sequence[Completion]) -> None:
         """See `AnswerForm`."""
-        wanted = self._body.response_fields
-        if wanted is None or any(path.split("/")[0] == "prompt" for path in wanted):
+        if self._paths is None or any(path[0] == "prompt" for path in self._paths):
             self._prompts = [
                 await _prompt_text(stream, given, one.prompt_token_ids)
                 for given, one in zip(self._given, done, strict=True)
@@ -319,8 +334,7 @@ class OutputForm(AnswerForm):
         }
         if done.logprobs is not None and not is_streamed:
             answer["completion_probabilities"] = _probabilities(done.logprobs[:n_output])
-        paths = self._body.response_fields
-        return answer if paths is None else _picked(answer, paths)
+        return answer if self._paths is None else _picked(answer, self._paths)
 
 
 def _settings(params: SamplingParams) -> dict[str, Any]:
@@ -330,15 +344,17 @@ def _settings(params: SamplingParams) -> dict[str, Any]:
     return settings
 
 
-def _picked(answer: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of an answer at `paths`, such as `timings/prompt_n`; missing ones are left out."""
+def _picked(answer: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the fields of an answer at paths, such as `timings/prompt_n`; missing ones are left out."""
     found = {}
     for path in paths:
         value: Any = answer
-        for name in path.split("/"):
+        for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None:
-            found[path] = value
+            if value is None:
+                break  # a path may have a million names
+        else:
+            found["/".join(path)] = value
     return found
 
 

@@ -34,7 +34,7 @@ def loras_of(
         wanted: dict[str, float] = {}
         for i, each in enumerate(lora):
             number, scale = each.get("id"), each.get("scale")
-            if not isinstance(number, int) or scale is None or len(each) > 2:
+            if not isinstance(number, int) or scale is None:
                 raise invalid(f"lora[{i}]", 'must be {"id": …, "scale": …}')
             if not 0 <= number < len(loaded):
                 raise invalid(f"lora[{i}].id", f"is {number}, there are {len(loaded)} adapters")

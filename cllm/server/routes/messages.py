@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from cllm import Completion, Engine, FinishReason, SamplingParams, TokenDelta
 from cllm.engine import media_parts
+from cllm.engine.chat.readable import words_of
 from cllm.server.answers.answer import AnswerForm
-from cllm.server.answers.chat_call import ChatCall, answer_chat, arguments_of, hinted
+from cllm.server.answers.chat_call import ChatCall, answer_chat, arguments_of, hinted, rendered
 from cllm.server.answers.client_tools import ClientTools
 from cllm.server.answers.event_blocks import CALL, REASONING, Block, Blocks, Step
-from cllm.server.bodies.fields import Flag, Integer, Number, Text, Texts
+from cllm.server.bodies.fields import Flag, Integer, Number, Objects, Text, Texts
 from cllm.server.bodies.schemas import Body, Queued, constraint_of, sampling_of
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
@@ -52,11 +53,11 @@ class CountBody(Body):
     )  # fmt: skip
 
     model: Text | None = None
-    messages: list[dict[str, Any]] = Field(
+    messages: Objects = Field(
         examples=[[{"role": "user", "content": "1+1="}]], json_schema_extra={"minItems": 1}
     )
-    system: Text | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: Text | Objects | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -100,22 +101,18 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         **constraint.changes,
     )
     call = await chat_call_of(engine, body, params)
-    call = await replace(call, names=names).with_images(state.fetcher)
+    call = await replace(call, names={**call.names, **constraint.names}).with_images(state.fetcher)
     message = MessageForm(request_id, state.model_name, is_prompt_only=body.max_tokens == 0)
     observation = state.observation(request, "chat", call.params)
     return answer_chat(state, call, message, observation, request_id, is_streamed=bool(body.stream))
 
 
 @router.post("/messages/count_tokens", summary="How many tokens messages have")
-async def count_tokens(body: CountBody, request: Request) -> dict[str, Any]:
+async def count_tokens(body: CountBody, request: Request) -> Response:
     """Return the number of tokens of the prompt that the messages become."""
     state = state_of(request)
-    engine = state.serving
-    call = await chat_call_of(engine, body, sampling_of(body, {}))
-    state.check_messages(len(call.messages))
-    call = await call.with_images(state.fetcher)
-    rendered = await engine.render_chat(call.messages, **call.options)
-    return {"input_tokens": len(rendered.token_ids)}
+    call = await chat_call_of(state.serving, body, sampling_of(body, {}))
+    return await rendered(state, call, lambda prompt: {"input_tokens": len(prompt.token_ids)})
 
 
 async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) -> ChatCall:
@@ -130,21 +127,26 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         limit = "thread: is not supported; send the messages instead"
         raise Problem(400, limit, param="thread", details={"details": details})
-    if not body.messages:
-        raise invalid("messages", "must have at least one message")
-    chat, fields = list[dict[str, Any]](), list[str]()
-    if system := _system(body.system):
-        chat, fields = [{"role": "system", "content": system}], ["system"]
-    for i, message in enumerate(body.messages):
-        for field, said in _said(i, message):
-            chat.append(said)
-            fields.append(field)
-    last = chat[-1]
-    choice = body.tool_choice or {}
     tools = ClientTools()
     tools.add_anthropic(body.tools or ())
+    chat, fields = list[dict[str, Any]](), list[str]()
+    effort, names = (body.output_config or {}).get("effort"), NAMES
+    for i, message in enumerate(body.messages):
+        for field, said in _said(i, message, tools):
+            chat.append(said)
+            fields.append(field)
+        config = message.get("output_config")
+        if isinstance(config, Mapping) and isinstance(config.get("effort"), str):
+            place = f"messages[{i}].output_config.effort"
+            effort, names = config["effort"], {**NAMES, "reasoning_effort": place}
+    if not chat:
+        raise invalid("messages", "must have at least one message")
+    if system := _system(body.system):
+        chat, fields = [{"role": "system", "content": system}, *chat], ["system", *fields]
+    last = chat[-1]
+    choice = body.tool_choice or {}
     options: dict[str, Any] = {
-        "tools": None if body.tools is None else tools.functions,
+        "tools": tools.offered,
         "tool_choice": _choice(choice),
         "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
         # A last message of the assistant is the beginning of its answer.
@@ -163,13 +165,12 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         budget = body.thinking.get("budget_tokens")
         if isinstance(budget, int) and abilities is not None and abilities.thinking:
             options["reasoning_budget"] = budget
-    effort = (body.output_config or {}).get("effort")
     if isinstance(effort, str):
         options["reasoning_effort"] = effort
     options = await hinted(engine, options)
     turn = body.turn if isinstance(body, MessagesBody) else {}
     scheduling = {**turn, "lora": loras_of(engine, None, body.model)}
-    return ChatCall(chat, options, params, scheduling, fields=fields, names=NAMES, tools=tools)
+    return ChatCall(chat, options, params, scheduling, fields=fields, names=names, tools=tools)
 
 
 def _system(system: str | Sequence[Mapping[str, Any]] | None) -> str:
@@ -189,11 +190,17 @@ def _choice(choice: Mapping[str, Any]) -> str:
     return words[kind]
 
 
-def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return one message as fields of the body and messages of a chat: results of tools become messages of their own."""
+def _said(
+    i: int, message: Mapping[str, Any], tools: ClientTools
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return one message as fields of the body and messages of a chat: results of tools become messages of their own.
+
+    A system message changes `tools` too; without text it becomes no message.
+    """
     field, role, content = f"messages[{i}]", message.get("role"), message.get("content")
+    is_system = role == "system"
     if isinstance(content, str):
-        return [(field, {"role": role, "content": content})]
+        return [(field, {"role": role, "content": content})] if content or not is_system else []
     if not isinstance(content, list):
         raise invalid(f"{field}.content", "must be text, or a list of blocks")
     results: list[tuple[str, dict[str, Any]]] = []
@@ -217,6 +224,10 @@ def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
                 if kind == "text":
                     _text(name, block)
                 parts.append(block)
+            case "tool_addition" | "tool_removal" if is_system:
+                tools.change(name, block)
+            case _ if is_system:  # a client cannot change its history
+                parts.append({"type": "text", "text": words_of(block)})
             case kind:
                 known = f"{', '.join(USER_BLOCKS)}, tool_use, tool_result or thinking"
                 raise invalid(f"{name}.type", f"is {str(kind)[:40]!r}, must be {known}")
@@ -226,7 +237,8 @@ def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
         said["tool_calls"] = calls
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
-    return [*results, (field, said)] if parts or calls or thoughts or not results else results
+    is_message = parts or calls or thoughts or not (results or is_system)
+    return [*results, (field, said)] if is_message else results
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -266,7 +278,6 @@ class MessageForm(AnswerForm):
             "model": model,
         }
         self._blocks = Blocks()
-        self._has_begun = False
 
     def ping(self) -> Event:
         """See `AnswerForm`."""
@@ -274,28 +285,24 @@ class MessageForm(AnswerForm):
 
     def events(self, index: int, delta: TokenDelta) -> Iterator[Event]:
         """See `AnswerForm`."""
-        yield from self.begin()
         for step in self._blocks.steps(delta):
             yield from _step_events(step)
 
-    def begin(self) -> Iterator[Event]:
-        """See `AnswerForm`."""
-        if not self._has_begun:
-            self._has_begun = True
-            usage = {"input_tokens": 0, "output_tokens": 0}
-            nothing: dict[str, Any] = {
-                "content": [],
-                "stop_reason": None,
-                "stop_sequence": None,
-                "usage": usage,
-            }
-            yield _event("message_start", message={**self._head, **nothing})
+    def begin(self, n_prompt: int) -> Iterator[Event]:
+        """See `AnswerForm`; some clients read the size of the prompt here only."""
+        nothing: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(n_prompt),
+        }
+        yield _event("message_start", message={**self._head, **nothing})
 
     def end(self, done: Sequence[Completion]) -> Iterator[Event]:
         """See `AnswerForm`."""
         for step in self._blocks.end():
             yield from _step_events(step)
-        yield _event("message_delta", delta=_stop(done[0]), usage=_usage(done[0]))
+        yield _event("message_delta", delta=_stop(done[0]), usage=_usage_of(done[0]))
         yield _event("message_stop")
 
     def failed(self, problem: Problem) -> Iterator[Event]:
@@ -306,7 +313,7 @@ class MessageForm(AnswerForm):
         """See `AnswerForm`."""
         (completion,) = done
         content = [_block(block) for block in self._blocks.done]
-        usage = _usage(completion)
+        usage = _usage_of(completion)
         return {**self._head, "content": content, **_stop(completion), "usage": usage}
 
 
@@ -360,11 +367,15 @@ def _stop(completion: Completion) -> dict[str, Any]:
     return {"stop_reason": "max_tokens", "stop_sequence": None}
 
 
-def _usage(completion: Completion) -> dict[str, int]:
+def _usage_of(completion: Completion) -> dict[str, int]:
     usage = completion.usage
+    return _usage(usage.n_prompt, usage.n_cached, usage.n_output)
+
+
+def _usage(n_prompt: int, n_cached: int = 0, n_output: int = 0) -> dict[str, int]:
     return {
-        "input_tokens": usage.n_prompt - usage.n_cached,
-        "cache_read_input_tokens": usage.n_cached,
+        "input_tokens": n_prompt - n_cached,
+        "cache_read_input_tokens": n_cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage.n_output,
+        "output_tokens": n_output,
     }

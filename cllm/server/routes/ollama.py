@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 
 from cllm import (
     Completion,
-    Engine,
     FinishReason,
     ModelInfo,
     SamplingParams,
@@ -50,7 +49,7 @@ from cllm.server.bodies.fields import (
     sampling_fields,
 )
 from cllm.server.bodies.schemas import HARMLESS, Body, Queued, lenient, sampling_of
-from cllm.server.http.body import SafeRoute
+from cllm.server.http.body import SafeRoute, parsed
 from cllm.server.http.problems import Problem, invalid, problem_of
 from cllm.server.http.replies import Event, Reply, Writer
 from cllm.server.operation.pulls import Pulls
@@ -169,6 +168,16 @@ class OllamaShowBody(Body):
     name: Text | None = None
 
 
+def unload_answer(path: str, body: bytes) -> dict[str, Any] | None:
+    """Return the answer to a request that only unloads its model, which is not loaded; None for another request."""
+    if path not in ("/api/chat", "/api/generate") or not isinstance(value := parsed(body), dict):
+        return None
+    has_input = any(value.get(name) for name in ("messages", "prompt", "images"))
+    if has_input or value.get("keep_alive") not in (0, "0", "0s"):
+        return None
+    return OllamaForm(str(value.get("model")), is_chat=path == "/api/chat").loaded("unload")
+
+
 # --- Answers ---------------------------------------------------------------------------------
 @router.post("/chat", summary="Answer a chat, as Ollama does")
 async def chat(body: OllamaChatBody, request: Request) -> Response:
@@ -208,7 +217,7 @@ async def generate(body: OllamaGenerateBody, request: Request) -> Response:
         return answer_chat(state, call, form, observation, request_id, is_streamed=body.stream)
     if body.images:
         raise invalid("images", "are for a model with a chat template, and not for raw or suffix")
-    prompt = await _filled(engine, body) if body.suffix else body.prompt
+    prompt = await _filled(state, body) if body.suffix else body.prompt
     params = _params(state, body)
     lora = loras_of(engine, None, body.model.removesuffix(LATEST))
 
@@ -226,10 +235,12 @@ async def generate(body: OllamaGenerateBody, request: Request) -> Response:
     )
 
 
-async def _filled(engine: Engine, body: OllamaGenerateBody) -> Any:
+async def _filled(state: ServerState, body: OllamaGenerateBody) -> Any:
+    engine = state.serving
     if (fim := engine.model.fim) is None:
         raise Problem(400, f"{body.model!r} does not support insert", param="suffix")
-    return await prompt_of_gap(engine, fim, Gap(body.prompt, body.suffix))
+    async with state.tokenizer_turn():
+        return await prompt_of_gap(engine, fim, Gap(body.prompt, body.suffix))
 
 
 async def _call(
@@ -361,9 +372,9 @@ class OllamaForm(AnswerForm):
         self._model = model
         self._is_chat = is_chat
 
-    def loaded(self) -> dict[str, Any]:
+    def loaded(self, reason: str = "load") -> dict[str, Any]:
         """Return the answer to a request without a prompt."""
-        return self._chunk("", done=True, done_reason="load")
+        return self._chunk("", done=True, done_reason=reason)
 
     def ping(self) -> Event:
         """See `AnswerForm`."""

@@ -16,9 +16,12 @@ from cllm.server.answers.answer import answer
 from cllm.server.answers.chat_call import (
     ChatCall,
     answer_chat,
+    chat_call_of,
     chat_options,
     client_tools_of,
     hinted,
+    input_tokens_of,
+    rendered,
 )
 from cllm.server.answers.client_tools import messages_of
 from cllm.server.answers.formats import ChatCompletionForm, CompletionForm
@@ -193,13 +196,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
 
 @router.post("/chat/completions/input_tokens", summary="How many tokens a chat has")
-async def chat_input_tokens(body: ChatBody, request: Request) -> dict[str, Any]:
+async def chat_input_tokens(body: ChatBody, request: Request) -> Response:
     """Return the number of tokens of the prompt that the chat becomes."""
-    state = state_of(request)
-    engine = state.serving
-    messages = await state.fetcher.with_images(messages_of(body.messages))
-    rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
-    return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
+    return await rendered(state_of(request), chat_call_of(body, body.messages), input_tokens_of)
 
 
 def _wants_usage(body: CompletionFields | ChatFields) -> bool:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from cllm import Completion, FinishReason, SamplingOptions, TokenDelta, TokenLogprob
 from cllm.log_once import log_once
 from cllm.server.answers.answer import AnswerForm
-from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted
+from cllm.server.answers.chat_call import ChatCall, answer_chat, hinted, input_tokens_of, rendered
 from cllm.server.answers.client_tools import (
     CUSTOM,
     FUNCTION,
@@ -27,7 +27,7 @@ from cllm.server.answers.client_tools import (
 )
 from cllm.server.answers.event_blocks import CALL, REASONING, TEXT, Block, Blocks, Step
 from cllm.server.answers.formats import with_top
-from cllm.server.bodies.fields import Flag, Integer, Number, Text
+from cllm.server.bodies.fields import Flag, Integer, Number, Objects, Text, Texts
 from cllm.server.bodies.schemas import Queued, constraint_of, sampling_of
 from cllm.server.http.body import SafeRoute
 from cllm.server.http.problems import Problem, invalid
@@ -86,9 +86,9 @@ class ResponsesBody(Queued):
     }
 
     model: Text | None = None
-    input: Text | list[dict[str, Any]] = Field(examples=["1+1="])
+    input: Text | Objects = Field(examples=["1+1="])
     instructions: Text | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
     reasoning: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class ResponsesBody(Queued):
     stream: Flag | None = False
     stream_options: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    include: list[Text] | None = None
+    include: Texts | None = None
     top_logprobs: Integer | None = None
 
     @property
@@ -131,15 +131,11 @@ async def responses(body: ResponsesBody, request: Request) -> Response:
 
 
 @router.post("/responses/input_tokens", summary="How many tokens an input has")
-async def input_tokens(body: ResponsesBody, request: Request) -> dict[str, Any]:
+async def input_tokens(body: ResponsesBody, request: Request) -> Response:
     """Return the number of tokens of the prompt that the input becomes."""
     state = state_of(request)
-    engine = state.serving
-    call = chat_call_of(body, engine.sampling_defaults)
-    state.check_messages(len(call.messages), "input")
-    call = await call.with_images(state.fetcher)
-    rendered = await engine.render_chat(call.messages, **await hinted(engine, call.options))
-    return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
+    call = chat_call_of(body, state.serving.sampling_defaults)
+    return await rendered(state, call, input_tokens_of, "input")
 
 
 def chat_call_of(body: ResponsesBody, defaults: SamplingOptions) -> ChatCall:
@@ -324,7 +320,7 @@ class ResponseForm(AnswerForm):
                 found.append(token)
         return found
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self, n_prompt: int = 0) -> Iterator[Event]:
         """Yield `response.created` and `response.in_progress` at the first call, nothing later; see `AnswerForm`."""
         if not self._has_begun:
             self._has_begun = True

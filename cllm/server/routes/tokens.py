@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cllm import Engine
-from cllm.server.answers.chat_call import chat_options, hinted
-from cllm.server.answers.client_tools import messages_of
+from cllm.server.answers.chat_call import chat_call_of, rendered
 from cllm.server.bodies.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from cllm.server.http.body import SafeRoute
-from cllm.server.http.problems import invalid, too_many
+from cllm.server.http.problems import invalid
 from cllm.server.http.replies import Reply, Writer, list_parts
-from cllm.server.state import ServerState, state_of
+from cllm.server.state import state_of
 
 router: APIRouter = APIRouter(route_class=SafeRoute, tags=["llama-server"])
 
-MAX_WAITING = 64
 MAX_TOKENS = 1 << 20
 
 
@@ -35,7 +32,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     text, add_special, more = _asked(body, engine.model.n_ctx)
 
     async def produce(writer: Writer) -> None:
-        async with _turn(state):
+        async with state.tokenizer_turn():
             tokens = await engine.tokenize(
                 text, add_special=add_special, parse_special=body.parse_special
             )
@@ -70,16 +67,6 @@ async def tokenizer_info(request: Request) -> dict[str, str | int | None]:
     }
 
 
-@asynccontextmanager
-async def _turn(state: ServerState) -> AsyncIterator[None]:
-    """Wait for one of two turns at the tokenizer, which prompts need too; 429 if `MAX_WAITING` wait."""
-    n_waiting = state.tokenizing.statistics().tasks_waiting
-    if n_waiting >= MAX_WAITING:
-        raise too_many(f"{n_waiting} requests wait for the tokenizer")
-    async with state.tokenizing:
-        yield
-
-
 def _written(tokens: Sequence[int], pieces: Sequence[bytes] | None, n_ctx: int | None) -> bytes:
     items: Iterable[object] = tokens
     if pieces is not None:
@@ -105,7 +92,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     _check_tokens(engine, body.tokens)
 
     async def produce(writer: Writer) -> None:
-        async with _turn(state):
+        async with state.tokenizer_turn():
             content = await engine.detokenize(body.tokens)
         await writer.json(lambda: {"content": content, "prompt": content})
 
@@ -113,14 +100,12 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
 
 
 @router.post("/apply-template", summary="A chat to the text of its prompt")
-async def apply_template(body: ChatBody, request: Request) -> dict[str, str]:
+async def apply_template(body: ChatBody, request: Request) -> Response:
     """Return the prompt that the chat template makes of messages, without an answer."""
     state = state_of(request)
-    engine = state.serving
-    state.check_messages(len(body.messages))
-    messages = await state.fetcher.with_images(messages_of(body.messages))
-    rendered = await engine.render_chat(messages, **await hinted(engine, chat_options(body)))
-    return {"prompt": rendered.text}
+    return await rendered(
+        state, chat_call_of(body, body.messages), lambda prompt: {"prompt": prompt.text}
+    )
 
 
 def _check_tokens(engine: Engine, tokens: Sequence[int]) -> None:
