@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 
 from cllm import (
     Completion,
+    DeadlineError,
     EmbeddingError,
     Engine,
     EngineFailedError,
@@ -395,6 +397,94 @@ async def test_a_request_that_comes_while_no_process_can_be_started_is_answered(
     await anyio.to_thread.run_sync(has_failed.wait, 30)
     with anyio.fail_after(30):
         assert (await engine.generate("1+1=", temperature=0)).text == "2"
+
+
+LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+
+
+async def check_that_limits_are_kept(engine: Engine) -> None:
+    """Call deadlines, cancels and a drain while no process serves."""
+    with anyio.fail_after(30):
+        completion = await engine.generate(PROMPT, timeout=0.05)
+        assert (completion.finish_reason, completion.token_ids) == ("deadline", ())
+        with pytest.raises(DeadlineError):
+            await engine.embed(["text"], timeout=0.05)
+        with pytest.raises(DeadlineError):
+            await engine.score("1+1=", "2", timeout=0.05)
+        async with engine.stream(PROMPT) as stream:
+            await stream.cancel()
+            assert (await stream.completion()).finish_reason == "cancelled"
+
+
+async def test_limits_are_kept_while_no_process_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_failed = threading.Event()
+
+    def spawned() -> spawn.Spawned:
+        has_failed.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with (
+        Engine(pooling="mean", **EXACT) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        first = await anext(stream)
+        monkeypatch.setattr(engine_process, "RETRY_S", (600.0,))
+        monkeypatch.setattr(spawn, "spawned", spawned)
+        send(engine, signal.SIGKILL)
+        await anyio.to_thread.run_sync(has_failed.wait, 30)
+        await check_that_limits_are_kept(engine)
+        with anyio.fail_after(30):
+            await engine.drain(0.05)
+        completion = await stream.completion()
+        assert completion.finish_reason == "cancelled"
+        assert completion.token_ids[:1] == first.token_ids
+
+
+class Late(Engine):
+    _child_backend = "tests.engine.process.poisonous:LoadsAgainWhenLet"
+
+
+async def test_limits_are_kept_while_the_model_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("CLLM_TEST_MARKS", str(gate))
+    async with (
+        Late(pooling="mean", **EXACT) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        first = await anext(stream)
+        os.mkfifo(gate)
+        send(engine, signal.SIGKILL)
+        # The next process opens it, too.
+        opened = await anyio.to_thread.run_sync(partial(gate.open, "w"))
+        with opened:
+            await check_that_limits_are_kept(engine)
+        gate.unlink()
+        completion = await stream.completion()
+        assert completion.finish_reason == "length"
+        assert completion.token_ids[:1] == first.token_ids
+        assert engine.statistics().n_restarts == 1
+        assert await engine.audit() == []
+
+
+@pytest.mark.full
+async def test_limits_are_kept_while_the_process_stands_still() -> None:
+    async with (
+        Engine(pooling="mean", **EXACT) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        whole = await engine.generate(PROMPT, temperature=0)
+        await anext(stream)
+        send(engine, signal.SIGSTOP)
+        await check_that_limits_are_kept(engine)
+        send(engine, signal.SIGCONT)
+        assert (await engine.generate(PROMPT, temperature=0)).token_ids == whole.token_ids
+        assert (await stream.completion()).finish_reason == "length"
+        assert engine.statistics().n_restarts == 0
+        assert await engine.audit() == []
 
 
 async def test_a_start_that_has_waited_for_a_server_in_vain_is_not_tried_again(
