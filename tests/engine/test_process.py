@@ -487,6 +487,32 @@ async def test_limits_are_kept_while_the_process_stands_still() -> None:
         assert await engine.audit() == []
 
 
+@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.full)])
+async def test_a_reset_of_the_prefix_cache_that_meets_a_crash_is_done_by_the_next_process(
+    tmp_path: Path, *, is_late: bool
+) -> None:
+    """It comes before the engine knows of the crash, or after."""
+    options = {**EXACT, "prefix_cache_dir": tmp_path}
+    prompt = "one two three " * 20
+    async with Engine(**options) as engine:
+        await engine.generate(prompt, max_tokens=1)
+    assert list(tmp_path.glob("*/*.prefix"))
+    async with Engine(**options) as engine:
+        send(engine, signal.SIGSTOP)
+        process = process_of(engine)
+        async with anyio.create_task_group() as tasks:
+            if not is_late:
+                tasks.start_soon(engine.reset_prefix_cache)
+                await anyio.wait_all_tasks_blocked()
+            send(engine, signal.SIGKILL)
+            if is_late:
+                while process.statistics.n_restarts == 0:
+                    await anyio.sleep(0)
+                tasks.start_soon(engine.reset_prefix_cache)
+        assert not list(tmp_path.glob("*/*.prefix"))
+        assert (await engine.generate(prompt, max_tokens=1)).usage.n_cached == 0
+
+
 async def test_a_start_that_has_waited_for_a_server_in_vain_is_not_tried_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
