@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -626,6 +627,54 @@ async def test_closing_ends_the_process_while_streams_run() -> None:
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+class NeverCompiled(Engine):
+    _child_backend = "tests.engine.process.poisonous:CompilesForEver"
+
+
+async def test_closing_cancels_requests_whose_constraints_are_being_compiled() -> None:
+    async with NeverCompiled(**EXACT) as engine, AsyncExitStack() as entered:
+        streams = [
+            await entered.enter_async_context(engine.stream(PROMPT, **options))
+            for options in ({"regex": "[a-f]{5}"}, {"regex": "[0-9]{5}"}, LONG)
+        ]
+        await anext(streams[-1])
+        await engine.aclose()
+        for stream in streams:
+            assert (await stream.completion()).finish_reason == "cancelled"
+
+
+async def test_closing_while_no_process_serves_cancels_requests_and_keeps_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_failed = threading.Event()
+
+    def spawned() -> spawn.Spawned:
+        has_failed.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with Engine(pooling="mean", **EXACT) as engine, engine.stream(PROMPT, **LONG) as stream:
+        first = await anext(stream)
+        monkeypatch.setattr(engine_process, "RETRY_S", (600.0,))
+        monkeypatch.setattr(spawn, "spawned", spawned)
+        send(engine, signal.SIGKILL)
+        await anyio.to_thread.run_sync(has_failed.wait, 30)
+        async with engine.stream(PROMPT) as other, anyio.create_task_group() as tasks:
+            tasks.start_soon(_expect_cancelled, engine.embed(["text"]))
+            with anyio.fail_after(30):
+                while not engine._parts.dispatcher._embeddings:
+                    await anyio.sleep(0)
+                await engine.aclose()
+            assert (await other.completion()).finish_reason == "cancelled"
+        completion = await stream.completion()
+        assert completion.finish_reason == "cancelled"
+        assert completion.token_ids[:1] == first.token_ids
+
+
+async def _expect_cancelled(call: Awaitable[object]) -> None:
+    with pytest.raises(EmbeddingError, match="cancelled"):
+        await call
 
 
 async def test_a_dropped_engine_ends_its_process() -> None:

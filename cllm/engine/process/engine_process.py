@@ -199,6 +199,9 @@ class EngineProcess(EngineHost):
             with self._lock:
                 self._outbox.post(self._ledger.fail_all(error, time.perf_counter()))
             raise
+        with self._lock:  # what the last process has not ended
+            self._pass_on(None)
+            self._outbox.post(self._ledger.cancel_all(time.perf_counter()))
 
     def _serve_on(self, owned: ExitStack) -> None:
         """Start a process and serve; after a crash, start the next one.

@@ -449,6 +449,12 @@ class Ledger:
             for known in self._open.values()
         )
 
+    def cancel_all(self, now: float) -> list[Event]:
+        """End all requests as cancelled; no process has them any more."""
+        told = [known.ended(FinishReason.CANCELLED, now) for known in self.requests]
+        self._open.clear()
+        return told
+
     def fail_all(self, cause: BaseException, now: float) -> list[Event]:
         """End all requests with an error."""
         told = [known.failed(cause, now, is_engine=True) for known in self.requests]

@@ -522,6 +522,20 @@ def test_when_nothing_helps_everybody_is_told() -> None:
     assert not world.ledger.requests
 
 
+def test_at_the_end_of_the_engine_every_request_is_cancelled_with_its_output() -> None:
+    world = World()
+    world.command(AddRequest(request(1)))
+    world.tick()
+    world.command(AddEmbedding(texts(2)))
+    finished, embedded = world.ledger.cancel_all(1.0)
+    assert isinstance(finished, Finished)
+    assert finished.completion.finish_reason is FinishReason.CANCELLED
+    assert finished.completion.token_ids == (token(1, 0),)
+    assert isinstance(embedded, Embedded)
+    assert isinstance(embedded.error, EmbeddingError)
+    assert not world.ledger.requests
+
+
 def test_a_withdrawn_question_is_not_asked_again() -> None:
     ledger = Ledger()
     assert ledger.on_ready() == []
