@@ -144,7 +144,7 @@ class OpenRequest(OpenCall):
     output : CompletionBuilder
         Output that was delivered to its reader.
     n_unread : int
-        Number of delivered deltas that the reader has not taken.
+        Number of delivered deltas that the reader has not taken, also of an earlier request.
     n_new : int
         Number of deltas from the present process.
     """
@@ -161,7 +161,7 @@ class OpenRequest(OpenCall):
     def command(self) -> Command:
         """See `OpenCall`; the output continues after the tokens that were delivered."""
         request = self.request
-        if self.output.token_ids or self.n_unread:
+        if self.output.token_ids or self.n_unread != request.n_unread:
             request = replace(
                 request,
                 excluded=() if self.output.token_ids else request.excluded,
@@ -270,7 +270,7 @@ class Ledger:
         """Return the commands to send for a command of the event loop: none while its request is held back."""
         match command:
             case AddRequest(request):
-                return self._open_call(OpenRequest(request))
+                return self._open_call(OpenRequest(request, n_unread=request.n_unread))
             case AddEmbedding(texts):
                 return self._open_call(OpenEmbedding(texts))
             case CancelRequest(request_id):

@@ -452,6 +452,20 @@ def test_a_reader_that_had_fallen_behind_is_as_far_behind_in_the_new_process() -
     assert given.request.generated_token_ids == (0, 1, 2, 3, 4)
 
 
+def test_a_continued_request_counts_the_deltas_that_its_reader_had_not_taken_before() -> None:
+    ledger = Ledger()
+    ledger.command(AddRequest(replace(request(1), generated_token_ids=(0, 1, 2, 3), n_unread=4)))
+    ledger.command(Read("r1", 1))
+    given = ledger.on_ready()
+    ledger.events([Progressed("r1", TokenDelta("a", (4,)))], 1.0)
+    ledger.command(Read("r1", 2))
+    ledger.on_crash(CRASH, Underway(), 1.0)
+    given += ledger.on_ready()
+    requests = [command.request for command in given if isinstance(command, AddRequest)]
+    assert [r.n_unread for r in requests] == [3, 2]
+    assert [r.generated_token_ids for r in requests] == [(0, 1, 2, 3), (0, 1, 2, 3, 4)]
+
+
 def texts(number: int) -> EmbeddingRequest:
     return EmbeddingRequest(f"e{number}", number, ((1, 2), (3,)))
 
