@@ -29,6 +29,7 @@ from cllm import (
     EmbeddingError,
     Engine,
     EngineFailedError,
+    FinishReason,
     GenerationError,
     InvalidArgumentError,
     InvalidRequestError,
@@ -276,6 +277,7 @@ async def test_who_crashes_llama_cpp_alone_ends_and_nobody_else_hears_of_it() ->
         assert failed.completion.token_ids == ()
         assert [c.token_ids for c in found] == [c.token_ids for c in wholes]
         assert engine.statistics().n_restarts <= 3
+        assert engine.statistics().n_finished[FinishReason.ERROR] == 1
         assert await engine.audit() == []
 
 
@@ -441,6 +443,9 @@ async def test_limits_are_kept_while_no_process_can_be_started(
         completion = await stream.completion()
         assert completion.finish_reason == "cancelled"
         assert completion.token_ids[:1] == first.token_ids
+        n_finished = engine.statistics().n_finished
+        assert n_finished[FinishReason.CANCELLED] == 2
+        assert n_finished[FinishReason.DEADLINE] == 2
 
 
 class Late(Engine):

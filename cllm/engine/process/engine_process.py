@@ -149,8 +149,9 @@ class EngineProcess(EngineHost):
 
     @property
     def statistics(self) -> EngineStatistics:
-        """See `EngineHost`; the counters include those of earlier processes."""
-        return self._statistics
+        """See `EngineHost`; the counters include those of earlier processes and of the ledger."""
+        told, n_finished = self._statistics, self._ledger.n_finished
+        return told.plus(EngineStatistics(n_finished=n_finished)) if n_finished else told
 
     @property
     def heartbeat_age_s(self) -> float:

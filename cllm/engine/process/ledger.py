@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cllm.engine.completion_builder import CompletionBuilder
@@ -244,16 +244,23 @@ class OpenQuestion:
 
 
 class Ledger:
-    """All open requests.  One thread at a time."""
+    """All open requests.  One thread at a time.
+
+    Attributes
+    ----------
+    n_finished : mapping
+        Number of requests for text that ended here, by reason; the processes count the others.  Any thread.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, OpenCall] = {}
         self._questions: dict[int, OpenQuestion] = {}
         self._suspects: deque[OpenCall] = deque()
         self._tried: OpenCall | None = None
-        # Ids of requests that have ended here, and that the present process still has.
-        self._left: set[str] = set()
+        # Last events of requests that have ended here, and that the present process still has; by id.
+        self._left: dict[str, Event] = {}
         self._is_up = False
+        self.n_finished: Mapping[FinishReason, int] = {}  # replaced, and never changed
 
     @property
     def requests(self) -> Sequence[OpenCall]:
@@ -309,12 +316,21 @@ class Ledger:
             if reason is None or (known.is_given and not is_silent):
                 continue
             del self._open[known.request_id]
+            ended = known.ended(reason, now)
             if known.is_given:
-                self._left.add(known.request_id)
+                self._left[known.request_id] = ended
+            else:
+                self._count(ended)
             if known is self._tried:
                 self._tried = None
-            told.append(known.ended(reason, now))
+            told.append(ended)
         return told
+
+    def _count(self, ended: Event) -> None:
+        """Count a request that no process counts."""
+        if isinstance(ended, Finished):
+            reason = ended.completion.finish_reason
+            self.n_finished = {**self.n_finished, reason: self.n_finished.get(reason, 0) + 1}
 
     # --- From the process --------------------------------------------------------------------
     def events(self, events: Iterable[Event], now: float) -> tuple[list[Event], list[Command]]:
@@ -326,7 +342,7 @@ class Ledger:
                 case Progressed(request_id) if request_id in self._left:
                     pass
                 case Finished(request_id) | Embedded(request_id) if request_id in self._left:
-                    self._left.remove(request_id)
+                    del self._left[request_id]
                     commands += self._next()
                 case Progressed(request_id, delta):
                     known = self._open.get(request_id)
@@ -403,6 +419,8 @@ class Ledger:
             told.append(guilty.failed(cause, now))
         for known in self._open.values():
             known.on_crash()
+        for ended in (*told, *self._left.values()):
+            self._count(ended)
         self._left.clear()
         for question in self._questions.values():
             question.is_asked = False
@@ -451,14 +469,18 @@ class Ledger:
 
     def cancel_all(self, now: float) -> list[Event]:
         """End all requests as cancelled; no process has them any more."""
-        told = [known.ended(FinishReason.CANCELLED, now) for known in self.requests]
-        self._open.clear()
-        return told
+        return self._end_all(known.ended(FinishReason.CANCELLED, now) for known in self.requests)
 
     def fail_all(self, cause: BaseException, now: float) -> list[Event]:
         """End all requests with an error."""
-        told = [known.failed(cause, now, is_engine=True) for known in self.requests]
+        return self._end_all(known.failed(cause, now, is_engine=True) for known in self.requests)
+
+    def _end_all(self, ends: Iterable[Event]) -> list[Event]:
+        told = list(ends)
         self._open.clear()
+        for ended in (*told, *self._left.values()):
+            self._count(ended)
+        self._left.clear()
         return told
 
     def _next(self) -> list[Command]:

@@ -550,6 +550,32 @@ def test_at_the_end_of_the_engine_every_request_is_cancelled_with_its_output() -
     assert not world.ledger.requests
 
 
+def test_requests_are_counted_by_the_process_that_ends_them_and_otherwise_here() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    for number in range(1, 6):
+        ledger.command(AddRequest(replace(request(number), deadline=5.0 if number > 3 else None)))
+    ledger.command(AddEmbedding(replace(texts(6), deadline=5.0)))
+    ledger.events(finished("r1"), 1.0)
+    assert ledger.n_finished == {}
+    ledger.command(CancelRequest("r2"))
+    assert len(ledger.expire(1.0, is_silent=True)) == 1
+    ledger.events(finished("r2"), 1.0)
+    assert ledger.n_finished == {}, "the process counts both"
+    assert len(ledger.expire(5.0, is_silent=True)) == 3
+    ledger.on_crash(CRASH, Underway(("r3",)), 6.0)
+    assert ledger.n_finished == {FinishReason.DEADLINE: 2}
+    ledger.command(CancelRequest("r3"))
+    assert len(ledger.expire(6.0)) == 1
+    assert ledger.n_finished == {FinishReason.DEADLINE: 2, FinishReason.CANCELLED: 1}
+    ledger.command(AddRequest(request(7)))
+    for _ in range(3):
+        ledger.on_ready()
+        ledger.on_crash(CRASH, Underway(("r7",)), 6.0)
+    assert not ledger.requests
+    assert ledger.n_finished[FinishReason.ERROR] == 1
+
+
 def test_a_withdrawn_question_is_not_asked_again() -> None:
     ledger = Ledger()
     assert ledger.on_ready() == []
