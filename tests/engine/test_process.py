@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from cllm import (
+    CllmError,
     Completion,
     DeadlineError,
     EmbeddingError,
@@ -36,13 +37,16 @@ from cllm import (
     ModelLoadError,
     Restart,
     RpcServerError,
+    TokenDelta,
 )
 from cllm.engine.child_process import child_environment
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.core.commands import Progressed, Stopped
 from cllm.engine.process import engine_process, spawn
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
-from cllm.engine.process.frames import packets
+from cllm.engine.process.frames import Frame, packets
+from cllm.engine.process.wire import encode_events
 from tests.conftest import IS_SANITIZED, QUIET, some_in_fast
 from tests.engine.samplings import SAMPLINGS, SCHEMA
 from tests.lora_files import make_lora
@@ -548,6 +552,45 @@ async def test_an_engine_whose_process_cannot_be_started_fails_in_the_end(
     send(engine, signal.SIGKILL)
     with pytest.raises(EngineFailedError, match="too many open files"):
         await engine.generate("1+1=", temperature=0)
+
+
+@pytest.mark.parametrize("is_loop", [True, False])
+async def test_a_token_that_is_read_together_with_a_failure_comes_before_it(
+    *, is_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop reads both, or the thread."""
+    if not is_loop:
+        monkeypatch.setattr(EngineProcess, "_offer", lambda self, process: None)
+    async with (
+        Engine(**EXACT, stream_buffer=1) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        ids = [*(await anext(stream)).token_ids]
+        while not stream._present.unread:  # then the process pauses
+            await anyio.sleep(0)
+        handle = process_of(engine)._process
+        assert handle is not None
+        frames = handle.frames
+        last = Progressed(stream.request_id, TokenDelta("last", (7,)))
+        script = [encode_events([last]), encode_events([Stopped(CllmError("a disk is gone"))])]
+
+        def scripted() -> list[Frame] | None:
+            if found := frames():  # a sign of life
+                found += script
+                script.clear()
+            return found
+
+        monkeypatch.setattr(handle, "frames", scripted)
+        while script:
+            await anyio.sleep(0)
+        for _ in range(2):
+            ids += (await anext(stream)).token_ids
+        assert ids[2] == 7
+        assert (await anext(stream)).finish_reason == "error"
+        with pytest.raises(EngineFailedError, match="a disk is gone") as caught:
+            await anext(stream)
+        assert caught.value.completion is not None
+        assert list(caught.value.completion.token_ids) == ids
 
 
 class Unsteady(Engine):
