@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.engine.output import FinishReason
+from cllm.errors import DeadlineError, EmbeddingError
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInfo:
@@ -67,6 +70,13 @@ class EmbeddingRequest:
     priority: int = 0
     submitted_at: float = 0.0
     deadline: float | None = None
+
+
+def ended_early(request_id: str, reason: FinishReason) -> EmbeddingError | DeadlineError:
+    """Return the error of a request that was cancelled, or whose deadline has passed."""
+    if reason is FinishReason.DEADLINE:
+        return DeadlineError(f"request {request_id}: its deadline has passed")
+    return EmbeddingError(f"request {request_id} was cancelled")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

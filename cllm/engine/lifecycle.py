@@ -379,8 +379,7 @@ class Lifecycle:
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes of finished requests: in KV cells, host memory and files."""
         with self._serving(draining=True) as parts:
-            parts.inbox.put(ClearPrefixCache())
-            await parts.dispatcher.audit()  # answered after the command above
+            await parts.dispatcher.ask(ClearPrefixCache())
 
     async def slots(self) -> tuple[SlotInfo, ...]:
         """Return the state of each seq_id, and the request that it serves; in ascending order."""

@@ -13,6 +13,8 @@ import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,29 @@ import numpy as np
 import pytest
 
 from cllm import (
+    CllmError,
     Completion,
+    DeadlineError,
     EmbeddingError,
     Engine,
     EngineFailedError,
+    FinishReason,
     GenerationError,
     InvalidArgumentError,
     InvalidRequestError,
     ModelLoadError,
     Restart,
     RpcServerError,
+    TokenDelta,
 )
 from cllm.engine.child_process import child_environment
 from cllm.engine.config import EMBEDDED_MODEL
+from cllm.engine.core.commands import Progressed, Stopped
 from cllm.engine.process import engine_process, spawn
 from cllm.engine.process.crash_report import last_crash
 from cllm.engine.process.engine_process import EngineProcess
-from cllm.engine.process.frames import packets
+from cllm.engine.process.frames import Frame, packets
+from cllm.engine.process.wire import encode_events
 from tests.conftest import IS_SANITIZED, QUIET, some_in_fast
 from tests.engine.samplings import SAMPLINGS, SCHEMA
 from tests.lora_files import make_lora
@@ -275,6 +283,7 @@ async def test_who_crashes_llama_cpp_alone_ends_and_nobody_else_hears_of_it() ->
         assert failed.completion.token_ids == ()
         assert [c.token_ids for c in found] == [c.token_ids for c in wholes]
         assert engine.statistics().n_restarts <= 3
+        assert engine.statistics().n_finished[FinishReason.ERROR] == 1
         assert await engine.audit() == []
 
 
@@ -399,6 +408,123 @@ async def test_a_request_that_comes_while_no_process_can_be_started_is_answered(
         assert (await engine.generate("1+1=", temperature=0)).text == "2"
 
 
+LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
+
+
+async def check_that_limits_are_kept(engine: Engine) -> None:
+    """Call deadlines, cancels and a drain while no process serves."""
+    with anyio.fail_after(30):
+        completion = await engine.generate(PROMPT, timeout=0.05)
+        assert (completion.finish_reason, completion.token_ids) == ("deadline", ())
+        with pytest.raises(DeadlineError):
+            await engine.embed(["text"], timeout=0.05)
+        with pytest.raises(DeadlineError):
+            await engine.score("1+1=", "2", timeout=0.05)
+        async with engine.stream(PROMPT) as stream:
+            await stream.cancel()
+            assert (await stream.completion()).finish_reason == "cancelled"
+
+
+async def test_limits_are_kept_while_no_process_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_failed = threading.Event()
+
+    def spawned() -> spawn.Spawned:
+        has_failed.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with (
+        Engine(pooling="mean", **EXACT) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        first = await anext(stream)
+        monkeypatch.setattr(engine_process, "RETRY_S", (600.0,))
+        monkeypatch.setattr(spawn, "spawned", spawned)
+        send(engine, signal.SIGKILL)
+        await anyio.to_thread.run_sync(has_failed.wait, 30)
+        await check_that_limits_are_kept(engine)
+        with anyio.fail_after(30):
+            await engine.drain(0.05)
+        completion = await stream.completion()
+        assert completion.finish_reason == "cancelled"
+        assert completion.token_ids[:1] == first.token_ids
+        n_finished = engine.statistics().n_finished
+        assert n_finished[FinishReason.CANCELLED] == 2
+        assert n_finished[FinishReason.DEADLINE] == 2
+
+
+class Late(Engine):
+    _child_backend = "tests.engine.process.poisonous:LoadsAgainWhenLet"
+
+
+async def test_limits_are_kept_while_the_model_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("CLLM_TEST_MARKS", str(gate))
+    async with (
+        Late(pooling="mean", **EXACT) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        first = await anext(stream)
+        os.mkfifo(gate)
+        send(engine, signal.SIGKILL)
+        # The next process opens it, too.
+        opened = await anyio.to_thread.run_sync(partial(gate.open, "w"))
+        with opened:
+            await check_that_limits_are_kept(engine)
+        gate.unlink()
+        completion = await stream.completion()
+        assert completion.finish_reason == "length"
+        assert completion.token_ids[:1] == first.token_ids
+        assert engine.statistics().n_restarts == 1
+        assert await engine.audit() == []
+
+
+@pytest.mark.full
+async def test_limits_are_kept_while_the_process_stands_still() -> None:
+    async with (
+        Engine(pooling="mean", **EXACT) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        whole = await engine.generate(PROMPT, temperature=0)
+        await anext(stream)
+        send(engine, signal.SIGSTOP)
+        await check_that_limits_are_kept(engine)
+        send(engine, signal.SIGCONT)
+        assert (await engine.generate(PROMPT, temperature=0)).token_ids == whole.token_ids
+        assert (await stream.completion()).finish_reason == "length"
+        assert engine.statistics().n_restarts == 0
+        assert await engine.audit() == []
+
+
+@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=pytest.mark.full)])
+async def test_a_reset_of_the_prefix_cache_that_meets_a_crash_is_done_by_the_next_process(
+    tmp_path: Path, *, is_late: bool
+) -> None:
+    """It comes before the engine knows of the crash, or after."""
+    options = {**EXACT, "prefix_cache_dir": tmp_path}
+    prompt = "one two three " * 20
+    async with Engine(**options) as engine:
+        await engine.generate(prompt, max_tokens=1)
+    assert list(tmp_path.glob("*/*.prefix"))
+    async with Engine(**options) as engine:
+        send(engine, signal.SIGSTOP)
+        process = process_of(engine)
+        async with anyio.create_task_group() as tasks:
+            if not is_late:
+                tasks.start_soon(engine.reset_prefix_cache)
+                await anyio.wait_all_tasks_blocked()
+            send(engine, signal.SIGKILL)
+            if is_late:
+                while process.statistics.n_restarts == 0:
+                    await anyio.sleep(0)
+                tasks.start_soon(engine.reset_prefix_cache)
+        assert not list(tmp_path.glob("*/*.prefix"))
+        assert (await engine.generate(prompt, max_tokens=1)).usage.n_cached == 0
+
+
 async def test_a_start_that_has_waited_for_a_server_in_vain_is_not_tried_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +554,45 @@ async def test_an_engine_whose_process_cannot_be_started_fails_in_the_end(
     send(engine, signal.SIGKILL)
     with pytest.raises(EngineFailedError, match="too many open files"):
         await engine.generate("1+1=", temperature=0)
+
+
+@pytest.mark.parametrize("is_loop", [True, False])
+async def test_a_token_that_is_read_together_with_a_failure_comes_before_it(
+    *, is_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop reads both, or the thread."""
+    if not is_loop:
+        monkeypatch.setattr(EngineProcess, "_offer", lambda self, process: None)
+    async with (
+        Engine(**EXACT, stream_buffer=1) as engine,
+        engine.stream(PROMPT, **LONG) as stream,
+    ):
+        ids = [*(await anext(stream)).token_ids]
+        while not stream._present.unread:  # then the process pauses
+            await anyio.sleep(0)
+        handle = process_of(engine)._process
+        assert handle is not None
+        frames = handle.frames
+        last = Progressed(stream.request_id, TokenDelta("last", (7,)))
+        script = [encode_events([last]), encode_events([Stopped(CllmError("a disk is gone"))])]
+
+        def scripted() -> list[Frame] | None:
+            if found := frames():  # a sign of life
+                found += script
+                script.clear()
+            return found
+
+        monkeypatch.setattr(handle, "frames", scripted)
+        while script:
+            await anyio.sleep(0)
+        for _ in range(2):
+            ids += (await anext(stream)).token_ids
+        assert ids[2] == 7
+        assert (await anext(stream)).finish_reason == "error"
+        with pytest.raises(EngineFailedError, match="a disk is gone") as caught:
+            await anext(stream)
+        assert caught.value.completion is not None
+        assert list(caught.value.completion.token_ids) == ids
 
 
 class Unsteady(Engine):
@@ -512,6 +677,54 @@ async def test_closing_ends_the_process_while_streams_run() -> None:
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+class NeverCompiled(Engine):
+    _child_backend = "tests.engine.process.poisonous:CompilesForEver"
+
+
+async def test_closing_cancels_requests_whose_constraints_are_being_compiled() -> None:
+    async with NeverCompiled(**EXACT) as engine, AsyncExitStack() as entered:
+        streams = [
+            await entered.enter_async_context(engine.stream(PROMPT, **options))
+            for options in ({"regex": "[a-f]{5}"}, {"regex": "[0-9]{5}"}, LONG)
+        ]
+        await anext(streams[-1])
+        await engine.aclose()
+        for stream in streams:
+            assert (await stream.completion()).finish_reason == "cancelled"
+
+
+async def test_closing_while_no_process_serves_cancels_requests_and_keeps_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_failed = threading.Event()
+
+    def spawned() -> spawn.Spawned:
+        has_failed.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with Engine(pooling="mean", **EXACT) as engine, engine.stream(PROMPT, **LONG) as stream:
+        first = await anext(stream)
+        monkeypatch.setattr(engine_process, "RETRY_S", (600.0,))
+        monkeypatch.setattr(spawn, "spawned", spawned)
+        send(engine, signal.SIGKILL)
+        await anyio.to_thread.run_sync(has_failed.wait, 30)
+        async with engine.stream(PROMPT) as other, anyio.create_task_group() as tasks:
+            tasks.start_soon(_expect_cancelled, engine.embed(["text"]))
+            with anyio.fail_after(30):
+                while not engine._parts.dispatcher._embeddings:
+                    await anyio.sleep(0)
+                await engine.aclose()
+            assert (await other.completion()).finish_reason == "cancelled"
+        completion = await stream.completion()
+        assert completion.finish_reason == "cancelled"
+        assert completion.token_ids[:1] == first.token_ids
+
+
+async def _expect_cancelled(call: Awaitable[object]) -> None:
+    with pytest.raises(EmbeddingError, match="cancelled"):
+        await call
 
 
 async def test_a_dropped_engine_ends_its_process() -> None:

@@ -74,7 +74,12 @@ class LayoutMedia:
     shape: Shape
 
 
-Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot | LayoutMedia
+@dataclass(frozen=True, slots=True)
+class ClearPrefixCache:
+    """Drop all cached prefixes of finished requests, also in host memory and files.  The answer is empty."""
+
+
+Question = Audit | Inspect | LoadLora | UnloadLora | EraseSlot | LayoutMedia | ClearPrefixCache
 
 
 # --- Commands: event loop → inference thread --------------------------------------------------
@@ -115,11 +120,6 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class ClearPrefixCache:
-    """Drop all cached prefixes of finished requests."""
-
-
-@dataclass(frozen=True, slots=True)
 class PrefixLoaded:
     """A file of the prefix cache was read.  Without a state, it is unusable or gone.
 
@@ -128,6 +128,11 @@ class PrefixLoaded:
 
     file: str
     state: SequenceState | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixesRemoved:
+    """All files of the prefix cache are removed.  Sent by the thread of `PrefixFiles`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +190,8 @@ Command = (
     | AddEmbedding
     | CancelRequest
     | Read
-    | ClearPrefixCache
     | PrefixLoaded
+    | PrefixesRemoved
     | MediaEncoded
     | MediaMeasured
     | Withdraw

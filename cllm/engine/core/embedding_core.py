@@ -24,7 +24,8 @@ from cllm.engine.core.sequence import aged_priority
 from cllm.engine.core.statistics import Recorder
 from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.core.tick_cost import TickCost
-from cllm.engine.embedding import EmbeddingRequest
+from cllm.engine.embedding import EmbeddingRequest, ended_early
+from cllm.engine.output import FinishReason
 from cllm.errors import (
     CllmError,
     DeadlineError,
@@ -163,7 +164,7 @@ class EmbeddingCore:
             case AddEmbedding(request):
                 self._events.append(Embedded(request.request_id))
             case CancelRequest(request_id) if request_id in self._open:
-                self._fail(request_id, EmbeddingError(f"request {request_id} was cancelled"))
+                self._fail(request_id, ended_early(request_id, FinishReason.CANCELLED))
 
     def cancel_all(self) -> None:
         """End every request."""
@@ -362,7 +363,7 @@ class EmbeddingCore:
         for name, waiting in list(self._open.items()):
             deadline = waiting.request.deadline
             if deadline is not None and now >= deadline:
-                self._fail(name, DeadlineError(f"request {name}: its deadline has passed"))
+                self._fail(name, ended_early(name, FinishReason.DEADLINE))
 
     def _fail(
         self, request_id: str, error: EmbeddingError | DeadlineError | EngineFailedError

@@ -17,7 +17,6 @@ from cllm.engine.core import scheduler
 from cllm.engine.core.commands import (
     AddRequest,
     CancelRequest,
-    ClearPrefixCache,
     Command,
     Event,
     LiveView,
@@ -183,8 +182,6 @@ class EngineCore:
                 self.queue.cancel(request_id, saves_state=saves_state)
             case Read(request_id, n_deltas):
                 self.queue.read(request_id, n_deltas)
-            case ClearPrefixCache():
-                self.manager.cells.forget_prefixes()
             case PrefixLoaded(file, state) if (tiers := self.manager.saved.tiers) is not None:
                 tiers.on_loaded(file, state)
             case MediaEncoded() if self._media is not None:

@@ -67,6 +67,8 @@ class PrefixStore(Protocol):
         Bytes of all files at present.
     has_room : bool
         True if it takes one more file now.
+    is_clearing : bool
+        True after `clear` until the files are removed; `PrefixesRemoved` is sent then.
     """
 
     @property
@@ -75,6 +77,8 @@ class PrefixStore(Protocol):
     def n_bytes(self) -> int: ...
     @property
     def has_room(self) -> bool: ...
+    @property
+    def is_clearing(self) -> bool: ...
 
     def write(self, tokens: Tokens, state: SequenceState) -> str | None:
         """Write a file in the background; return its name, or None if it is not accepted now."""
@@ -89,7 +93,7 @@ class PrefixStore(Protocol):
         """Delete a file."""
 
     def clear(self) -> None:
-        """Remove all files."""
+        """Remove all files in the background."""
 
 
 class PrefixTiers:
@@ -144,6 +148,11 @@ class PrefixTiers:
     def writes(self) -> bool:
         """True if added prefixes are written to files at present."""
         return self._store is not None and self._store.has_room
+
+    @property
+    def is_clearing(self) -> bool:
+        """True after `clear` until the files are removed."""
+        return self._store is not None and self._store.is_clearing
 
     # --- Finding -----------------------------------------------------------------------------
     def match(self, wanted: Tokens, lora: LoraUse) -> tuple[SavedPrefix | None, int]:

@@ -69,6 +69,10 @@ PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN}
 # Seconds that the loop may leave data unread, or an offer unanswered, before the thread reads instead.
 LOOP_S = 1.0
 OFFER_S = 0.1
+EXPIRY_S = 0.1  # between two looks for late requests while no process serves
+# A process that would count as hung after so many seconds, if that were `hang_timeout_s`, is silent: its
+# cancelled and late requests end without it.
+SILENT_S = 2.0
 END_S = 30.0  # for a process to end after `Shutdown`: it writes files and frees memory
 # Parts of the messages with which ggml-rpc.cpp aborts.
 RPC_LOST = ("Remote RPC server crashed", "Failed to connect to", "RPC handshake failed")
@@ -145,8 +149,9 @@ class EngineProcess(EngineHost):
 
     @property
     def statistics(self) -> EngineStatistics:
-        """See `EngineHost`; the counters include those of earlier processes."""
-        return self._statistics
+        """See `EngineHost`; the counters include those of earlier processes and of the ledger."""
+        told, n_finished = self._statistics, self._ledger.n_finished
+        return told.plus(EngineStatistics(n_finished=n_finished)) if n_finished else told
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -195,6 +200,9 @@ class EngineProcess(EngineHost):
             with self._lock:
                 self._outbox.post(self._ledger.fail_all(error, time.perf_counter()))
             raise
+        with self._lock:  # what the last process has not ended
+            self._pass_on(None)
+            self._outbox.post(self._ledger.cancel_all(time.perf_counter()))
 
     def _serve_on(self, owned: ExitStack) -> None:
         """Start a process and serve; after a crash, start the next one.
@@ -241,8 +249,10 @@ class EngineProcess(EngineHost):
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         while not self._stopping and (left_s := ends_at - time.perf_counter()) > 0:
-            if poll.poll(1000 * left_s):
+            if poll.poll(1000 * min(left_s, EXPIRY_S)):
                 self._drain_wakes()
+            with self._lock:
+                self._pass_on(None)
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -326,10 +336,11 @@ class EngineProcess(EngineHost):
                     self._is_offered = False
                 reads = not self._is_offered and self._heard_error is None
                 told = self._read(process) if reads else []
-                is_hung = self._is_ready and self._is_hung(process)
+                if told:  # also what came before the error
+                    self._outbox.post(told)
+                self._expire(is_silent=self._is_ready and self._is_hung(process, SILENT_S))
+                is_hung = self._is_ready and self._is_hung(process, self._config.hang_timeout_s)
                 error, self._heard_error = self._heard_error, None
-            if told:  # also what came before the error
-                self._outbox.post(told)
             if error is not None:
                 raise error
             if told is None:
@@ -357,7 +368,8 @@ class EngineProcess(EngineHost):
             selector.unregister(process.socket)
         if mask:
             selector.register(process.socket, mask)
-        for key, ready in selector.select(self._patience_s):
+        wait_s = EXPIRY_S if self._ready_at is None else self._patience_s
+        for key, ready in selector.select(wait_s):
             if key.fileobj is process.stderr and not process.listen():
                 selector.unregister(process.stderr)
             elif key.fileobj is self._woken or ready & selectors.EVENT_WRITE:
@@ -382,23 +394,30 @@ class EngineProcess(EngineHost):
         self._checked_at = now
         return not has_read and process.has_unread
 
-    def _is_hung(self, process: ProcessHandle) -> bool:
-        """Return True if the process must be killed.  An unread message may be a sign of life."""
-        return process.is_hung(self._config.hang_timeout_s) and not process.has_unread
+    def _is_hung(self, process: ProcessHandle, limit_s: float | None) -> bool:
+        """Return True if the process hangs after `limit_s`.  An unread message may be a sign of life."""
+        return process.is_hung(limit_s) and not process.has_unread
 
     @property
     def _patience_s(self) -> float:
         return LOOP_S if self._is_loops else OFFER_S
 
-    def _pass_on(self, process: ProcessHandle) -> None:
-        """Send the commands in the inbox, and unsent bytes.  With the lock."""
+    def _expire(self, *, is_silent: bool = False) -> None:
+        """End requests that no process works on; see `Ledger.expire`.  With the lock."""
+        if told := self._ledger.expire(time.perf_counter(), is_silent=is_silent):
+            self._outbox.post(told)
+
+    def _pass_on(self, process: ProcessHandle | None) -> None:
+        """Pass the commands in the inbox to the ledger and the process, and send unsent bytes.  With the lock."""
         commands: list[Command] = []
         self._inbox.take_arrivals()  # dropped: the process records arrival times itself
         for command in self._inbox.drain(wait=False):
             commands += (
                 [command] if isinstance(command, Shutdown) else self._ledger.command(command)
             )
-        process.send(commands)
+        self._expire()
+        if process is not None:
+            process.send(commands)
 
     def _read(self, process: ProcessHandle) -> list[Event] | None:
         """Read the socket and return the events for the event loop; None at its end.  With the lock."""
@@ -462,8 +481,8 @@ class EngineProcess(EngineHost):
             self.vocabulary, self.text_vocabulary = vocabularies
         with self._lock:
             n_requests = len(self._ledger.requests)
-            process.send(self._ledger.on_ready())
             self._pass_on(process)  # what was put while there was none
+            process.send(self._ledger.on_ready())
         if is_first:
             self._outbox.post([ready])
             return

@@ -2,14 +2,17 @@
 
 After a crash, a new process receives the open requests again, with the tokens that they had.  A request
 that was being computed at two crashes in a row runs alone.  If the process crashes then, the request ends
-with an error, and other requests are not affected.  Pure: takes and returns commands and events.
+with an error, and other requests are not affected.
+
+A process ends the requests that it has: they are finished, cancelled, or late.  The ledger ends cancelled
+and late requests that no process works on.  Pure: takes and returns commands and events.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cllm.engine.completion_builder import CompletionBuilder
@@ -31,7 +34,7 @@ from cllm.engine.core.commands import (
     UnloadLora,
     Withdraw,
 )
-from cllm.engine.embedding import EmbeddingRequest
+from cllm.engine.embedding import EmbeddingRequest, ended_early
 from cllm.engine.media import kind_of, size_of
 from cllm.engine.media_rows import Spans, n_media_tokens
 from cllm.engine.output import Completion, FinishReason, TokenDelta, Usage
@@ -91,6 +94,17 @@ class OpenCall(ABC):
     def command(self) -> Command:
         """Return the command that submits the request again, with the tokens that its reader has."""
 
+    def end_reason(self, now: float) -> FinishReason | None:
+        """Return the reason for which a request must end now; None if it must not."""
+        if self.is_cancelled:
+            return FinishReason.CANCELLED
+        deadline = self.request.deadline
+        return FinishReason.DEADLINE if deadline is not None and deadline <= now else None
+
+    @abstractmethod
+    def ended(self, reason: FinishReason, now: float) -> Event:
+        """Return the last event of a request that was cancelled, or whose deadline has passed."""
+
     @abstractmethod
     def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Event:
         """Return the last event of a request that failed; `is_engine`: the whole engine has failed."""
@@ -110,6 +124,10 @@ class OpenEmbedding(OpenCall):
         """See `OpenCall`."""
         return AddEmbedding(self.request)
 
+    def ended(self, reason: FinishReason, now: float) -> Event:
+        """See `OpenCall`."""
+        return Embedded(self.request_id, error=ended_early(self.request_id, reason))
+
     def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Event:
         """See `OpenCall`."""
         if is_engine:
@@ -126,7 +144,7 @@ class OpenRequest(OpenCall):
     output : CompletionBuilder
         Output that was delivered to its reader.
     n_unread : int
-        Number of delivered deltas that the reader has not taken.
+        Number of delivered deltas that the reader has not taken, also of an earlier request.
     n_new : int
         Number of deltas from the present process.
     """
@@ -143,7 +161,7 @@ class OpenRequest(OpenCall):
     def command(self) -> Command:
         """See `OpenCall`; the output continues after the tokens that were delivered."""
         request = self.request
-        if self.output.token_ids or self.n_unread:
+        if self.output.token_ids or self.n_unread != request.n_unread:
             request = replace(
                 request,
                 excluded=() if self.output.token_ids else request.excluded,
@@ -168,7 +186,7 @@ class OpenRequest(OpenCall):
         self, reason: FinishReason, stop_reason: str | int | None, now: float, n_cached: int = 0
     ) -> Completion:
         """Return the completion of everything that the reader received."""
-        request = self.request
+        request, first_scored = self.request, self.request.first_scored
         return self.output.completion(
             request.request_id,
             reason,
@@ -183,19 +201,25 @@ class OpenRequest(OpenCall):
             admitted_at=request.submitted_at,
             ended_at=now,
             prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=None if first_scored is None else [None] * first_scored,
             fingerprint=request.fingerprint,
         )
+
+    def ended(self, reason: FinishReason, now: float) -> Finished:
+        """See `OpenCall`."""
+        has_logprobs = self.request.params.logprobs is not None
+        delta = TokenDelta("", (), reason, logprobs=() if has_logprobs else None)
+        self.output.add(delta, now)
+        return Finished(self.request_id, delta, self.completion(reason, None, now))
 
     def failed(self, cause: BaseException, now: float, *, is_engine: bool = False) -> Finished:
         """See `OpenCall`."""
         error: GenerationError | EngineFailedError = GenerationError.of(self.request_id, cause)
         if is_engine:
             error = EngineFailedError.of(cause)
-        has_logprobs = self.request.params.logprobs is not None
-        delta = TokenDelta("", (), FinishReason.ERROR, logprobs=() if has_logprobs else None)
-        self.output.add(delta, now)
-        error.completion = self.completion(FinishReason.ERROR, None, now)
-        return Finished(self.request_id, delta, error.completion, error)
+        ended = self.ended(FinishReason.ERROR, now)
+        error.completion = ended.completion
+        return replace(ended, error=error)
 
 
 @dataclass(slots=True, eq=False)
@@ -220,14 +244,23 @@ class OpenQuestion:
 
 
 class Ledger:
-    """All open requests.  One thread at a time."""
+    """All open requests.  One thread at a time.
+
+    Attributes
+    ----------
+    n_finished : mapping
+        Number of requests for text that ended here, by reason; the processes count the others.  Any thread.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, OpenCall] = {}
         self._questions: dict[int, OpenQuestion] = {}
         self._suspects: deque[OpenCall] = deque()
         self._tried: OpenCall | None = None
+        # Last events of requests that have ended here, and that the present process still has; by id.
+        self._left: dict[str, Event] = {}
         self._is_up = False
+        self.n_finished: Mapping[FinishReason, int] = {}  # replaced, and never changed
 
     @property
     def requests(self) -> Sequence[OpenCall]:
@@ -244,17 +277,14 @@ class Ledger:
         """Return the commands to send for a command of the event loop: none while its request is held back."""
         match command:
             case AddRequest(request):
-                return self._open_call(OpenRequest(request))
+                return self._open_call(OpenRequest(request, n_unread=request.n_unread))
             case AddEmbedding(texts):
                 return self._open_call(OpenEmbedding(texts))
             case CancelRequest(request_id):
                 if (known_or_none := self._open.get(request_id)) is None:
                     return []
                 known_or_none.is_cancelled = True
-                if known_or_none.is_given:
-                    return [command]
-                # A cancelled request need not wait its turn: the process ends it without computing it.
-                return self._give(known_or_none) if self._is_up else []
+                return [command] if known_or_none.is_given else []  # see `expire`
             case Read(request_id, n_deltas):
                 if isinstance(reader := self._open.get(request_id), OpenRequest):
                     reader.n_unread -= n_deltas
@@ -269,7 +299,38 @@ class Ledger:
 
     def _open_call(self, known: OpenCall) -> list[Command]:
         self._open[known.request_id] = known
-        return self._give(known) if self._is_up and not self.is_trying else []
+        is_free = self._is_up and not self.is_trying and known.request_id not in self._left
+        return self._give(known) if is_free else []
+
+    def expire(self, now: float, *, is_silent: bool = False) -> list[Event]:
+        """End requests that were cancelled, or whose deadline has passed; return the events for the readers.
+
+        A request that the process has is ended by the process, unless `is_silent`: it shows no sign of life.
+        To be called after commands, and whenever a deadline may have passed.
+        """
+        if self._is_up and not (is_silent or self.is_trying or self._left):
+            return []  # the process has all requests
+        told: list[Event] = []
+        for known in list(self._open.values()):
+            reason = known.end_reason(now)
+            if reason is None or (known.is_given and not is_silent):
+                continue
+            del self._open[known.request_id]
+            ended = known.ended(reason, now)
+            if known.is_given:
+                self._left[known.request_id] = ended
+            else:
+                self._count(ended)
+            if known is self._tried:
+                self._tried = None
+            told.append(ended)
+        return told
+
+    def _count(self, ended: Event) -> None:
+        """Count a request that no process counts."""
+        if isinstance(ended, Finished):
+            reason = ended.completion.finish_reason
+            self.n_finished = {**self.n_finished, reason: self.n_finished.get(reason, 0) + 1}
 
     # --- From the process --------------------------------------------------------------------
     def events(self, events: Iterable[Event], now: float) -> tuple[list[Event], list[Command]]:
@@ -278,6 +339,11 @@ class Ledger:
         commands: list[Command] = []
         for event in events:
             match event:
+                case Progressed(request_id) if request_id in self._left:
+                    pass
+                case Finished(request_id) | Embedded(request_id) if request_id in self._left:
+                    del self._left[request_id]
+                    commands += self._next()
                 case Progressed(request_id, delta):
                     known = self._open.get(request_id)
                     if not isinstance(known, OpenRequest) or known.is_recalled:
@@ -296,6 +362,7 @@ class Ledger:
                         continue
                     if known.is_recalled:
                         known.is_recalled = known.is_given = False
+                        told += self.expire(now)
                         commands += self._next()
                         continue
                     del self._open[request_id]
@@ -352,6 +419,9 @@ class Ledger:
             told.append(guilty.failed(cause, now))
         for known in self._open.values():
             known.on_crash()
+        for ended in (*told, *self._left.values()):
+            self._count(ended)
+        self._left.clear()
         for question in self._questions.values():
             question.is_asked = False
         told += self._questions_failed(cause) if is_own else []
@@ -370,7 +440,7 @@ class Ledger:
         return told
 
     def on_ready(self) -> list[Command]:
-        """Handle a new process; return the commands for it."""
+        """Handle a new process; return the commands for it.  To be called after `expire`."""
         self._is_up = True
         return [*self._ask(), *self._next(), *self._ask()]
 
@@ -397,10 +467,20 @@ class Ledger:
             for known in self._open.values()
         )
 
+    def cancel_all(self, now: float) -> list[Event]:
+        """End all requests as cancelled; no process has them any more."""
+        return self._end_all(known.ended(FinishReason.CANCELLED, now) for known in self.requests)
+
     def fail_all(self, cause: BaseException, now: float) -> list[Event]:
         """End all requests with an error."""
-        told = [known.failed(cause, now, is_engine=True) for known in self.requests]
+        return self._end_all(known.failed(cause, now, is_engine=True) for known in self.requests)
+
+    def _end_all(self, ends: Iterable[Event]) -> list[Event]:
+        told = list(ends)
         self._open.clear()
+        for ended in (*told, *self._left.values()):
+            self._count(ended)
+        self._left.clear()
         return told
 
     def _next(self) -> list[Command]:
@@ -409,10 +489,12 @@ class Ledger:
             return []
         while self._suspects:
             known = self._suspects.popleft()
-            if known.request_id in self._open and not known.is_given:  # not cancelled meanwhile
+            is_open = self._open.get(known.request_id) is known
+            if is_open and not known.is_given:
                 self._tried = known
                 return self._give(known)
-        return [c for known in self.requests if not known.is_given for c in self._give(known)]
+        waiting = (r for r in self.requests if not (r.is_given or r.request_id in self._left))
+        return [command for known in waiting for command in self._give(known)]
 
     def _acquit(self, known: OpenCall) -> list[Command]:
         """Clear a request that received a token while alone; recall it while other suspects wait."""
@@ -425,5 +507,4 @@ class Ledger:
     def _give(self, known: OpenCall) -> list[Command]:
         """Return the commands that submit a request to the process."""
         known.is_given, known.n_lives = True, known.n_lives + 1
-        cancel = [CancelRequest(known.request_id)] if known.is_cancelled else []
-        return [known.command(), *cancel]
+        return [known.command()]

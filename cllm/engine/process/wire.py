@@ -27,7 +27,6 @@ from cllm.engine.core.commands import (
     Answered,
     Ask,
     CancelRequest,
-    ClearPrefixCache,
     Command,
     Embedded,
     Ended,
@@ -146,7 +145,7 @@ FromChild = Event | Logged | Beat
 
 # Types of messages; a message is sent with the index of its type here.
 COMMANDS: tuple[type, ...] = (
-    _Request, CancelRequest, Read, ClearPrefixCache, _Ask, Shutdown, SetLogLevel, AddEmbedding, Withdraw,
+    _Request, CancelRequest, Read, _Ask, Shutdown, SetLogLevel, AddEmbedding, Withdraw,
 )  # fmt: skip
 EVENTS: tuple[type, ...] = (
     Ready, _Finished, _Answered, _Stopped, Ended, Logged, Beat, _Embedded,

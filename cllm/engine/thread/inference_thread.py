@@ -24,6 +24,7 @@ from cllm.engine.core.commands import (
     Event,
     Finished,
     MediaMeasured,
+    PrefixesRemoved,
     Progressed,
     Ready,
     Shutdown,
@@ -351,7 +352,7 @@ class InferenceThread(EngineHost):
             case Withdraw(call_id):
                 assert self._questions is not None
                 self._questions.withdraw(call_id)
-            case MediaMeasured():
+            case MediaMeasured() | PrefixesRemoved():
                 pass  # `Questions` asks again in every tick
             case _:
                 core.handle(command)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from cllm.engine.core.commands import PrefixLoaded
+from cllm.engine.core.commands import PrefixesRemoved, PrefixLoaded
 from cllm.engine.core.prefix_tiers import Tokens
 from cllm.engine.request import SequenceState
 from cllm.engine.state_file import (
@@ -54,9 +54,10 @@ class PrefixFiles:
         Name of the folder: a hash of everything that a KV state depends on (`ModelInfo.state_key`).
     n_bytes_max : int
         Limit of the bytes of all files in the directory, also those of other keys.
-    on_loaded : callable
-        Called with a `PrefixLoaded` in the thread of this object, after each `load`.  It is called without
-        a state if a file could not be written, or was removed to make room.
+    post : callable
+        Called in the thread of this object: with a `PrefixesRemoved` after each `clear`, and with a
+        `PrefixLoaded` after each `load`.  The latter is without a state if a file could not be written, or
+        was removed to make room.
 
     Attributes
     ----------
@@ -74,12 +75,12 @@ class PrefixFiles:
         directory: Path,
         key: str,
         n_bytes_max: int,
-        on_loaded: Callable[[PrefixLoaded], None],
+        post: Callable[[PrefixLoaded | PrefixesRemoved], None],
     ) -> None:
         self._directory = directory
         self._folder = directory / key
         self._n_bytes_max = n_bytes_max
-        self._on_loaded = on_loaded
+        self._post = post
         try:
             for place in (directory, self._folder):
                 place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -97,6 +98,7 @@ class PrefixFiles:
         self._lock = threading.Lock()
         self._pending: dict[str, SequenceState] = {}
         self._n_pending_bytes = 0
+        self._n_clears = 0  # that are not done yet
         self._has_warned = False
         self._ends_at = float("inf")
         self._thread = threading.Thread(target=self._run, name="cllm-prefix-files", daemon=True)
@@ -119,6 +121,11 @@ class PrefixFiles:
         """See `PrefixStore`."""
         return self._n_pending_bytes < MAX_PENDING_BYTES
 
+    @property
+    def is_clearing(self) -> bool:
+        """See `PrefixStore`."""
+        return self._n_clears > 0
+
     def load(self, file: str) -> None:
         """See `PrefixStore`."""
         self._put(READING, lambda: self._load(file))
@@ -133,6 +140,8 @@ class PrefixFiles:
 
     def clear(self) -> None:
         """See `PrefixStore`."""
+        with self._lock:
+            self._n_clears += 1
         self._put(WRITING, self._clear)
 
     def close(self) -> None:
@@ -160,11 +169,11 @@ class PrefixFiles:
         header = {"kind": KIND, "token_ids": tokens.tolist()}
         path = self._folder / name
         try:
-            if not path.exists():
+            if not (path.exists() or self.is_clearing):
                 self.n_bytes += write_state_file(path, header, state.data)
         except OSError as error:
             self._warn(error)
-            self._on_loaded(PrefixLoaded(name, None))
+            self._post(PrefixLoaded(name, None))
         finally:
             with self._lock:
                 self._n_pending_bytes -= len(state.data)
@@ -186,7 +195,7 @@ class PrefixFiles:
             )
             self._remove(self._folder / name)
         finally:  # in any case: a caller waits
-            self._on_loaded(PrefixLoaded(name, state))
+            self._post(PrefixLoaded(name, state))
 
     def _read(self, path: Path) -> SequenceState:
         header, data = read_state_file(path)
@@ -203,9 +212,14 @@ class PrefixFiles:
         self.n_bytes = self._count()
 
     def _clear(self) -> None:
-        for path in self._folder.glob(f"*{SUFFIX}"):
-            self._remove(path)
-        self.n_bytes = self._count()
+        try:
+            for path in self._folder.glob(f"*{SUFFIX}"):
+                self._remove(path)
+            self.n_bytes = self._count()
+        finally:  # in any case: a caller waits
+            with self._lock:
+                self._n_clears -= 1
+            self._post(PrefixesRemoved())
 
     def _fit(self) -> None:
         """Remove the least recently used files until the directory is within its limit.
@@ -219,7 +233,7 @@ class PrefixFiles:
                 break
             self._remove(path)
             if path.parent == self._folder:
-                self._on_loaded(PrefixLoaded(path.name, None))
+                self._post(PrefixLoaded(path.name, None))
             n_bytes -= size
         self.n_bytes = n_bytes
 

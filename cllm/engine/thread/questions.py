@@ -9,6 +9,7 @@ from cllm.engine.core.commands import (
     Answered,
     Ask,
     Audit,
+    ClearPrefixCache,
     EraseSlot,
     Event,
     Inspect,
@@ -49,6 +50,8 @@ class Questions:
 
     def ask(self, ask: Ask) -> None:
         """Take a question."""
+        if isinstance(ask.question, ClearPrefixCache):
+            self._core.manager.cells.forget_prefixes()
         self._open.append(ask)
 
     def withdraw(self, call_id: int) -> None:
@@ -84,6 +87,11 @@ class Questions:
             case Audit():
                 # A known fault is repaired first, in the next tick.
                 return None if core.manager.cells.fault is not None else tuple(self._audit())
+            case ClearPrefixCache():
+                # The files are removed in the background.
+                tiers = core.manager.saved.tiers
+                is_clearing = tiers is not None and tiers.is_clearing
+                return None if is_clearing or core.manager.cells.fault is not None else ()
             case Inspect():
                 return core.live_view()
             case EraseSlot(seq_id):

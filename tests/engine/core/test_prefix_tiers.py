@@ -144,7 +144,7 @@ class _Slow:
     """A store that never answers."""
 
     stored = ((tokens_of(range(100)), "file", 100),)
-    n_bytes, has_room = 100, True
+    n_bytes, has_room, is_clearing = 100, True, False
 
     def write(self, tokens: Tokens, state: SequenceState) -> str | None:
         return None
@@ -426,7 +426,7 @@ def test_what_a_request_that_fails_has_saved_or_gone_on_from_is_used_no_more() -
 class Files:
     """Files of prefixes whose contents come when a test says so."""
 
-    has_room = False
+    has_room = is_clearing = False
     n_bytes = 0
 
     def __init__(self, several: Iterable[Tokens]) -> None:

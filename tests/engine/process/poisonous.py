@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from cllm.bindings import library
 from cllm.bindings.projector import MediaChunk, Projector
+from cllm.engine.constraint import CompiledConstraint, NamedConstraint
 from cllm.engine.core.decoder import Decoder, MediaRows
 from cllm.engine.core.text_encoder import TextEncoder
 from cllm.engine.llama.backend import LlamaBackend
@@ -22,6 +24,7 @@ from cllm.engine.llama.decoder import LlamaDecoder
 from cllm.engine.llama.media_encoder import LlamaMediaEncoder
 from cllm.engine.media import MediaInput
 from cllm.engine.thread.backend import Loaded
+from cllm.engine.vocabulary import EngineVocabulary
 from cllm.errors import ContextError
 
 
@@ -200,4 +203,25 @@ class LoadsNotAtOnce(LlamaBackend):
             os.abort()
         if n_before == 2:
             raise ContextError("no memory for the context")
+        return super().load(owned)
+
+
+class CompilesForEver(LlamaBackend):
+    """Backend that never returns a compiled constraint."""
+
+    def compile(
+        self, vocabulary: EngineVocabulary, constraint: NamedConstraint
+    ) -> CompiledConstraint:
+        """See `LlamaBackend`."""
+        threading.Event().wait()
+        raise AssertionError("compiled")
+
+
+class LoadsAgainWhenLet(LlamaBackend):
+    """Backend that loads at once, or when the other side closes the FIFO at `CLLM_TEST_MARKS`."""
+
+    def load(self, owned: ExitStack) -> Loaded:
+        """See `Backend`."""
+        if (gate := Path(os.environ["CLLM_TEST_MARKS"])).exists():
+            gate.read_bytes()
         return super().load(owned)

@@ -35,6 +35,7 @@ from cllm.engine.process.ledger import Ledger
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling_params import SamplingParams
 from cllm.errors import (
+    DeadlineError,
     EmbeddingError,
     EngineFailedError,
     GenerationError,
@@ -128,6 +129,7 @@ class World:
 
     def command(self, command: Command) -> None:
         self.process.obey(self.ledger.command(command))
+        self.hear(self.ledger.expire(1.0))
 
     def hear(self, events: list[Event]) -> None:
         for event in events:
@@ -278,11 +280,149 @@ def test_what_is_cancelled_while_the_process_is_gone_ends_without_another_token(
     world.tick()
     world.hear(world.ledger.on_crash(CRASH, Underway(), 1.0))
     world.command(CancelRequest("r1"))
-    world.process = FakeProcess()
-    world.process.obey(world.ledger.on_ready())
-    world.deliver()
-    assert world.finished["r1"].completion.finish_reason is FinishReason.CANCELLED
-    assert world.heard["r1"] == [token(1, 0)]
+    completion = world.finished["r1"].completion
+    assert completion.finish_reason is FinishReason.CANCELLED
+    assert list(completion.token_ids) == world.heard["r1"] == [token(1, 0)]
+    assert world.ledger.on_ready() == [], "the next process does not get it"
+
+
+def test_a_cancel_that_a_crash_has_lost_ends_its_request() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    ledger.command(AddRequest(request(1)))
+    assert ledger.command(CancelRequest("r1")) == [CancelRequest("r1")]
+    assert ledger.expire(1.0) == [], "the process ends it"
+    assert ledger.on_crash(CRASH, Underway(("r1",)), 1.0) == []
+    (ended,) = ledger.expire(1.0)
+    assert isinstance(ended, Finished)
+    assert ended.completion.finish_reason is FinishReason.CANCELLED
+    assert ledger.on_ready() == []
+
+
+def test_a_deadline_is_kept_while_the_process_is_gone() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    scored = replace(request(1), deadline=5.0, first_scored=1)
+    ledger.command(AddRequest(scored))
+    ledger.command(AddRequest(request(2)))
+    ledger.command(AddEmbedding(replace(texts(3), deadline=6.0)))
+    ledger.events([Progressed("r1", TokenDelta("a", (7,)))], 1.0)
+    ledger.on_crash(CRASH, Underway(), 2.0)
+    assert ledger.expire(4.9) == []
+    (ended,) = ledger.expire(5.0)
+    assert isinstance(ended, Finished)
+    assert ended.delta == TokenDelta("", (), FinishReason.DEADLINE)
+    completion = ended.completion
+    assert (completion.finish_reason, completion.text) == (FinishReason.DEADLINE, "a")
+    assert (completion.token_ids, completion.prompt_logprobs) == ((7,), (None,))
+    (late,) = ledger.expire(6.0)
+    assert isinstance(late, Embedded)
+    assert isinstance(late.error, DeadlineError)
+    assert serials(ledger.on_ready()) == [2]
+
+
+def test_a_request_that_waits_for_a_trial_ends_at_its_deadline() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    ledger.command(AddRequest(request(1)))
+    for _ in range(2):
+        ledger.on_crash(CRASH, Underway(("r1",)), 1.0)
+        ledger.on_ready()
+    assert ledger.is_trying
+    assert ledger.command(AddRequest(replace(request(2), deadline=5.0))) == []
+    (ended,) = ledger.expire(5.0)
+    assert isinstance(ended, Finished)
+    assert ended.request_id == "r2"
+    assert ledger.command(AddRequest(request(3))) == []
+    assert ledger.command(CancelRequest("r3")) == []
+    (ended,) = ledger.expire(5.0)
+    assert isinstance(ended, Finished)
+    assert ended.completion.finish_reason is FinishReason.CANCELLED
+
+
+def test_a_suspect_that_has_ended_is_not_tried_though_another_request_has_its_id() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    for number in (1, 2):
+        ledger.command(AddRequest(request(number)))
+    for _ in range(2):
+        ledger.on_crash(CRASH, Underway(("r1", "r2")), 1.0)
+        given = ledger.on_ready()
+    assert serials(given) == [1]
+    ledger.command(CancelRequest("r2"))
+    assert len(ledger.expire(1.0)) == 1
+    again = replace(request(2), serial=3)
+    assert ledger.command(AddRequest(again)) == []
+    ledger.command(AddRequest(request(4)))
+    _, commands = ledger.events([Progressed("r1", TokenDelta("a", (7,)))], 1.0)
+    assert commands == [CancelRequest("r1")], "it is recalled while another suspect may wait"
+    _, commands = ledger.events(finished("r1"), 1.0)
+    assert serials(commands) == [1, 3, 4], "nothing is tried any more"
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_request_ends_once_whatever_is_cancelled_silent_and_killed(seed: int) -> None:
+    choose, world = random.Random(seed), World(poison=frozenset({"r2"}))
+    n_requests, n_submitted = 12, 0
+    while len(world.finished) < n_requests:
+        if n_submitted < n_requests and choose.random() < 0.5:
+            world.command(AddRequest(request(n_submitted)))
+            n_submitted += 1
+        if choose.random() < 0.1:
+            world.command(CancelRequest(f"r{choose.randrange(n_requests)}"))
+        if choose.random() < 0.1:  # what it has sent meets readers who have left
+            world.hear(world.ledger.expire(1.0, is_silent=True))
+        if choose.random() < 0.1 and world.n_crashes < 30:
+            world.crash(is_own=False)
+        world.tick()
+    for number in range(n_requests):
+        completion = world.finished[f"r{number}"].completion
+        assert list(completion.token_ids) == world.heard[f"r{number}"]
+        assert completion.token_ids == tuple(
+            token(number, i) for i in range(len(completion.token_ids))
+        )
+    assert not world.ledger.requests
+
+
+def serials(commands: list[Command]) -> list[int]:
+    return [c.request.serial for c in commands if isinstance(c, AddRequest)]
+
+
+def finished(request_id: str) -> list[Event]:
+    process = FakeProcess()
+    process.obey([AddRequest(replace(request(1), request_id=request_id))])
+    process.obey([CancelRequest(request_id)])
+    return process.take()
+
+
+def test_a_silent_process_keeps_no_request_and_what_it_sends_later_meets_no_reader() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    for number in (1, 2, 3):
+        ledger.command(AddRequest(replace(request(number), deadline=5.0 if number == 2 else None)))
+    ledger.command(CancelRequest("r1"))
+    assert ledger.expire(5.0) == []
+    told = ledger.expire(5.0, is_silent=True)
+    ended = {e.request_id: e.completion.finish_reason for e in told if isinstance(e, Finished)}
+    assert ended == {"r1": FinishReason.CANCELLED, "r2": FinishReason.DEADLINE}
+    again = replace(request(4), request_id="r1")
+    assert ledger.command(AddRequest(again)) == [], "the process still has a request of this id"
+    late = [Progressed("r1", TokenDelta("a", (7,))), Progressed("r3", TokenDelta("b", (8,)))]
+    assert ledger.events(late, 6.0) == ([late[1]], [])
+    assert ledger.events([*finished("r1"), *finished("r2")], 6.0) == ([], [AddRequest(again)])
+    own = Progressed("r1", TokenDelta("c", (9,)))
+    assert ledger.events([own], 6.0) == ([own], [])
+
+
+def test_a_silent_process_that_is_killed_has_no_requests_of_the_next_one() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    ledger.command(AddRequest(replace(request(1), deadline=5.0)))
+    assert len(ledger.expire(5.0, is_silent=True)) == 1
+    assert ledger.on_crash(CRASH, Underway(("r1",)), 6.0) == []
+    again = request(1)
+    assert ledger.command(AddRequest(again)) == []
+    assert ledger.on_ready() == [AddRequest(again)]
 
 
 def test_a_question_that_a_crash_has_met_is_asked_again() -> None:
@@ -310,6 +450,20 @@ def test_a_reader_that_had_fallen_behind_is_as_far_behind_in_the_new_process() -
     assert isinstance(given, AddRequest)
     assert given.request.n_unread == 3
     assert given.request.generated_token_ids == (0, 1, 2, 3, 4)
+
+
+def test_a_continued_request_counts_the_deltas_that_its_reader_had_not_taken_before() -> None:
+    ledger = Ledger()
+    ledger.command(AddRequest(replace(request(1), generated_token_ids=(0, 1, 2, 3), n_unread=4)))
+    ledger.command(Read("r1", 1))
+    given = ledger.on_ready()
+    ledger.events([Progressed("r1", TokenDelta("a", (4,)))], 1.0)
+    ledger.command(Read("r1", 2))
+    ledger.on_crash(CRASH, Underway(), 1.0)
+    given += ledger.on_ready()
+    requests = [command.request for command in given if isinstance(command, AddRequest)]
+    assert [r.n_unread for r in requests] == [3, 2]
+    assert [r.generated_token_ids for r in requests] == [(0, 1, 2, 3), (0, 1, 2, 3, 4)]
 
 
 def texts(number: int) -> EmbeddingRequest:
@@ -348,13 +502,17 @@ def test_texts_that_crash_it_alone_end_and_others_are_computed() -> None:
     assert not ledger.requests
 
 
-def test_texts_that_were_cancelled_while_the_process_is_gone_are_cancelled_in_the_next() -> None:
+def test_texts_that_were_cancelled_while_the_process_is_gone_end_without_it() -> None:
     ledger = Ledger()
     ledger.on_ready()
     ledger.command(AddEmbedding(texts(1)))
     ledger.on_crash(CRASH, Underway(), 1.0)
     assert ledger.command(CancelRequest("e1")) == []
-    assert ledger.on_ready() == [AddEmbedding(texts(1)), CancelRequest("e1")]
+    (ended,) = ledger.expire(1.0)
+    assert isinstance(ended, Embedded)
+    assert isinstance(ended.error, EmbeddingError)
+    assert ended.error.__cause__ is None
+    assert ledger.on_ready() == []
 
 
 def test_when_nothing_helps_those_who_wait_for_vectors_are_told_too() -> None:
@@ -376,6 +534,46 @@ def test_when_nothing_helps_everybody_is_told() -> None:
         assert isinstance(ended.error, EngineFailedError)
         assert len(ended.completion.token_ids) == 1
     assert not world.ledger.requests
+
+
+def test_at_the_end_of_the_engine_every_request_is_cancelled_with_its_output() -> None:
+    world = World()
+    world.command(AddRequest(request(1)))
+    world.tick()
+    world.command(AddEmbedding(texts(2)))
+    finished, embedded = world.ledger.cancel_all(1.0)
+    assert isinstance(finished, Finished)
+    assert finished.completion.finish_reason is FinishReason.CANCELLED
+    assert finished.completion.token_ids == (token(1, 0),)
+    assert isinstance(embedded, Embedded)
+    assert isinstance(embedded.error, EmbeddingError)
+    assert not world.ledger.requests
+
+
+def test_requests_are_counted_by_the_process_that_ends_them_and_otherwise_here() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    for number in range(1, 6):
+        ledger.command(AddRequest(replace(request(number), deadline=5.0 if number > 3 else None)))
+    ledger.command(AddEmbedding(replace(texts(6), deadline=5.0)))
+    ledger.events(finished("r1"), 1.0)
+    assert ledger.n_finished == {}
+    ledger.command(CancelRequest("r2"))
+    assert len(ledger.expire(1.0, is_silent=True)) == 1
+    ledger.events(finished("r2"), 1.0)
+    assert ledger.n_finished == {}, "the process counts both"
+    assert len(ledger.expire(5.0, is_silent=True)) == 3
+    ledger.on_crash(CRASH, Underway(("r3",)), 6.0)
+    assert ledger.n_finished == {FinishReason.DEADLINE: 2}
+    ledger.command(CancelRequest("r3"))
+    assert len(ledger.expire(6.0)) == 1
+    assert ledger.n_finished == {FinishReason.DEADLINE: 2, FinishReason.CANCELLED: 1}
+    ledger.command(AddRequest(request(7)))
+    for _ in range(3):
+        ledger.on_ready()
+        ledger.on_crash(CRASH, Underway(("r7",)), 6.0)
+    assert not ledger.requests
+    assert ledger.n_finished[FinishReason.ERROR] == 1
 
 
 def test_a_withdrawn_question_is_not_asked_again() -> None:

@@ -123,7 +123,7 @@ def test_a_request_arrives_as_it_was(given_request: GenerationRequest) -> None:
 
 def test_commands_arrive_in_their_order() -> None:
     commands: list[Command] = [
-        CancelRequest("a"), Read("b", 3), ClearPrefixCache(), Ask(1, Audit()), Ask(2, Inspect()),
+        CancelRequest("a"), Read("b", 3), Ask(6, ClearPrefixCache()), Ask(1, Audit()), Ask(2, Inspect()),
         Shutdown(), Ask(5, EraseSlot(6)),
         AddEmbedding(EmbeddingRequest("e", 4, ((1, 2), (3,)), -1, 0.5, 1.5)),
         Ask(3, LoadLora("a", "x/a.gguf", 0.5)), Ask(4, UnloadLora("a")),

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 from cllm import Engine, InvalidArgumentError
 from cllm.engine import state_file
-from cllm.engine.core.commands import PrefixLoaded
+from cllm.engine.core.commands import PrefixesRemoved, PrefixLoaded
 from cllm.engine.core.saved_states import SavedStates
 from cllm.engine.request import SequenceState
 from cllm.engine.state_file import MAGIC
@@ -42,20 +43,20 @@ class Told:
     """What the inference thread is told, and a way to wait for it."""
 
     def __init__(self) -> None:
-        self.loaded: list[PrefixLoaded] = []
+        self.loaded: list[PrefixLoaded | PrefixesRemoved] = []
         self._has_come = threading.Semaphore(0)
 
-    def __call__(self, loaded: PrefixLoaded) -> None:
+    def __call__(self, loaded: PrefixLoaded | PrefixesRemoved) -> None:
         self.loaded.append(loaded)
         self._has_come.release()
 
-    def next(self) -> PrefixLoaded:
+    def next(self) -> PrefixLoaded | PrefixesRemoved:
         assert self._has_come.acquire(timeout=30)
         return self.loaded[-1]
 
 
 def opened(
-    directory: Path, told: Callable[[PrefixLoaded], None], n_bytes: int = 1 << 20
+    directory: Path, told: Callable[[PrefixLoaded | PrefixesRemoved], None], n_bytes: int = 1 << 20
 ) -> PrefixFiles:
     return PrefixFiles(directory, "key", n_bytes, told)
 
@@ -268,6 +269,63 @@ async def test_forgetting_the_prefix_cache_removes_its_files(tmp_path: Path) -> 
         assert engine.statistics().n_prefill_tokens - before == len(KNOWN)
 
 
+async def test_forgetting_the_prefix_cache_ends_when_its_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they are gone even if the process is killed directly after the call."""
+    await use(tmp_path, [KNOWN])
+    may_remove = threading.Event()
+    remove = PrefixFiles._remove
+
+    def slow(files: PrefixFiles, path: Path) -> None:
+        assert may_remove.wait(30)
+        remove(files, path)
+
+    monkeypatch.setattr(PrefixFiles, "_remove", slow)
+    async with FakeEngine(ANSWERS, prefix_cache_dir=tmp_path, **SMALL) as engine:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.reset_prefix_cache)
+            await engine.generate("short")
+            assert stored_in(tmp_path)
+            may_remove.set()
+        assert not stored_in(tmp_path)
+
+
+def stored_in(directory: Path) -> list[Path]:
+    return list(directory.glob(f"*/*{SUFFIX}"))
+
+
+def test_a_prefix_that_is_forgotten_before_it_is_written_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, n_written = threading.Event(), 0
+    write = state_file.write_state_file
+
+    def slow(*args: Any) -> int:
+        nonlocal n_written
+        assert may_write.wait(30)
+        n_written += 1
+        return write(*args)
+
+    monkeypatch.setattr(prefix_files, "write_state_file", slow)
+    told = Told()
+    files = opened(tmp_path, told)
+    try:
+        for i in range(3):  # the thread may have begun to write the first
+            assert files.write(np.arange(i, i + 64, dtype=np.int32), SequenceState(b"a", 64))
+        files.clear()
+        assert files.is_clearing
+        may_write.set()
+        assert told.next() == PrefixesRemoved()
+        assert not files.is_clearing
+        assert n_written <= 1
+        assert not stored_in(tmp_path)
+        assert files.write(np.arange(64, dtype=np.int32), SequenceState(b"a", 64))
+    finally:
+        files.close()
+    assert len(stored_in(tmp_path)) == 1
+
+
 async def test_two_engines_use_one_directory_at_once(tmp_path: Path) -> None:
     async with (
         FakeEngine(ANSWERS, prefix_cache_dir=tmp_path, **SMALL) as one,
@@ -387,9 +445,9 @@ def test_what_is_no_file_of_ours_neither_hangs_nor_ends_the_engine(
     try:
         assert names[0] in {name for _, name, _ in files.stored}
         files.load(f"other{SUFFIX}")
-        assert told.next().state is None
+        assert told.next() == PrefixLoaded(f"other{SUFFIX}", None)
         files.load(names[0])
-        assert told.next().state is not None
+        assert told.next() != PrefixLoaded(names[0], None)
     finally:
         files.close()
 

@@ -13,6 +13,7 @@ from cllm.engine.core.commands import (
     Answered,
     Ask,
     Audit,
+    ClearPrefixCache,
     EraseSlot,
     Event,
     Inspect,
@@ -73,6 +74,7 @@ def test_each_question_has_an_answer_of_its_own_type(sim: Simulator) -> None:
     view = answer(questions, 5, Inspect())
     assert isinstance(view, Answered)
     assert isinstance(view.value, LiveView)
+    assert answer(questions, 6, ClearPrefixCache()) == Answered(6, ())
 
 
 def test_a_failure_is_an_answer(sim: Simulator) -> None:
