@@ -9,11 +9,16 @@ raises an error that names field, value and limit: `error(field, value, limit)`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
-from cllm.errors import InvalidArgumentError
+from cllm.errors import (
+    InvalidArgumentError,
+    InvalidRequestError,
+    PromptTooLongError,
+    TooMuchTextError,
+)
 
 E = TypeVar("E", bound=IntEnum)
 ErrorType = Callable[[str, object, str], Exception]
@@ -22,6 +27,9 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
 # llama.cpp's tokenizers are quadratic in places: 43 s for 600 KB of newlines.
 MAX_TEXT_BYTES = 1 << 20  # limit of one text to tokenize
+# A text with more characters than this for each token of the context is rejected without tokenizing it.
+# Tokens of real vocabularies are much shorter, except for runs of spaces.
+MAX_CHARACTERS_PER_TOKEN = 64
 MAX_CHAT_BYTES = 4 << 20  # limit of all messages of a chat, as large as a template's output may be
 MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template
 MAX_SEED = 2**32 - 2  # 2**32 - 1 asks llama.cpp for a random seed
@@ -143,3 +151,16 @@ def encode_prompt(text: str, field: str = "text", error: ErrorType = InvalidArgu
     if len(encoded) > MAX_TEXT_BYTES:
         raise error(field, f"{len(encoded)} bytes", f"at most {MAX_TEXT_BYTES} bytes")
     return encoded
+
+
+def check_lengths(texts: Sequence[str], n_ctx: int, field: str) -> None:
+    """Reject texts that cannot fit together, or of which one is too long to be tokenized at once."""
+    n_characters = sum(map(len, texts))
+    if n_characters > n_ctx * MAX_CHARACTERS_PER_TOKEN:
+        raise PromptTooLongError(n_characters // MAX_CHARACTERS_PER_TOKEN, n_ctx)
+    for text in texts:
+        n_bytes = len(encode_text(field, text, InvalidRequestError))
+        if n_bytes > MAX_TEXT_BYTES:
+            raise TooMuchTextError(
+                field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes, with any model"
+            )

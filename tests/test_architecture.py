@@ -84,6 +84,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
             "cllm.sampling_limits",
         ),
     ),
+    ("cllm.server.answers.infill", ("cllm", "cllm.checks")),
     ("cllm.server.bodies.schemas", ("cllm", "cllm.checks", "cllm.server")),
     ("cllm.server.http.api_keys", ("cllm", "cllm.checks", "cllm.server", "cllm.settings")),
     ("cllm.server.operation.pulls", ("cllm", "cllm.hub", "cllm.server")),

@@ -7,10 +7,9 @@ Each model has an application of `create_app`.  A model without requests is free
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
@@ -41,25 +40,33 @@ class Attempts:
 
     def __init__(self, turn: anyio.Lock) -> None:
         self._turn = turn
-        self._failure: Problem | None = None  # the last one
+        self._n_failures = 0
+        self._reason = ""  # of the last failure; its error would keep the body of its request
 
-    async def run(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Run `attempt` in its turn, unless an attempt fails while this one waits.
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn, which is the block.
 
         Raises
         ------
         Problem
-            The error of this attempt, or of the one before.
+            503: another attempt has failed meanwhile; the message is that of its error.
         """
-        before = self._failure
+        n_before = self._n_failures
         async with self._turn:
-            if (failure := self._failure) is not None and failure is not before:
-                raise unavailable(str(failure))
-            try:
-                await attempt()
-            except Problem as error:
-                self._failure = error
-                raise
+            if self._n_failures != n_before:
+                raise unavailable(self._reason)
+            yield
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Note a `Problem` that the block raises, for the requests that wait for their turn."""
+        try:
+            yield
+        except Problem as error:
+            self._n_failures += 1
+            self._reason = str(error)
+            raise
 
 
 class PooledModel:
@@ -144,13 +151,13 @@ class PooledModel:
         Problem
             503: a file cannot be downloaded.
         """
-        await self._fetches.run(self._fetch)
-
-    async def _fetch(self) -> None:
-        try:
-            await self._make_engine(self._engine).fetch()
-        except CllmError as error:
-            raise unavailable(f"the model {self.name!r} cannot be loaded: {error}") from None
+        async with self._fetches.turn():
+            with self._fetches.attempt():
+                try:
+                    await self._make_engine(self._engine).fetch()
+                except CllmError as error:
+                    reason = f"the model {self.name!r} cannot be loaded: {error}"
+                    raise unavailable(reason) from None
 
     async def load(self, tasks: TaskGroup) -> None:
         """Start the engine as a task of `tasks`, and wait until the model is loaded.
@@ -295,8 +302,10 @@ class ModelPool:
             if not model.is_loaded:
                 self._check_running()
                 await model.fetch()
-                # One request loads the model; the others wait for it.
-                await model.loads.run(partial(self._load, model))
+                async with (
+                    model.loads.turn()
+                ):  # one request loads the model; the others wait for it
+                    await self._load(model)
             yield model.app
         finally:
             model.n_users -= 1
@@ -317,7 +326,7 @@ class ModelPool:
             await oldest.free()
         tasks = self._check_running()
         # A request that is cancelled meanwhile would leave a model that is neither loaded nor free.
-        with anyio.CancelScope(shield=True):
+        with model.loads.attempt(), anyio.CancelScope(shield=True):
             await model.load(tasks)
 
     def _check_running(self) -> TaskGroup:

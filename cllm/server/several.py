@@ -141,14 +141,14 @@ class _Front:
             await self._pool.default.app(scope, receive, send)
             return
         try:
-            name, body, receive = await _read(scope, receive)
+            name, unloads, receive = await _read(scope, receive)
             model = self._pool.default if name is None else _named(self._pool, name)
             path = route_path(scope)
             if path == "/api/show" and not model.is_loaded:  # clients ask for all models
                 await JSONResponse(ollama.UNLOADED)(scope, receive, send)
                 return
-            if not model.is_loaded and (told := ollama.unload_answer(path, body)) is not None:
-                await JSONResponse(told)(scope, receive, send)
+            if unloads is not None and not model.is_loaded:
+                await JSONResponse(unloads)(scope, receive, send)
                 return
             if (scope["method"] != "POST" or path in ADMIN_PATHS) and not model.is_loaded:
                 # A GET loads nothing: a page of another site can cause one that has no Origin.
@@ -169,11 +169,16 @@ class _Front:
         return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
 
 
-async def _read(scope: Scope, receive: Receive) -> tuple[str | None, bytes, Receive]:
-    """Return the model that a request names, if any, its body, and a `receive` that repeats that."""
+async def _read(
+    scope: Scope, receive: Receive
+) -> tuple[str | None, dict[str, Any] | None, Receive]:
+    """Return the model that a request names, if any, and a `receive` that repeats its body.
+
+    Between them is the answer for a request that only unloads its model; None for another request.
+    """
     (asked,) = parse_qs(scope["query_string"].decode("latin-1")).get("model", [None])[:1]
     if scope["method"] != "POST":
-        return asked, b"", receive
+        return asked, None, receive
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(await receive())
@@ -184,7 +189,8 @@ async def _read(scope: Scope, receive: Receive) -> tuple[str | None, bytes, Rece
     named = _name_in(body, kind)
     if named is None and route_path(scope) == "/api/show":
         named = _name_in(body, kind, "name")
-    return named if asked is None else asked, body, _again(messages, receive)
+    unloads = ollama.unload_answer(route_path(scope), body)
+    return named if asked is None else asked, unloads, _again(messages, receive)
 
 
 def _name_in(body: bytes, content_type: str = "", field: str = "model") -> str | None:

@@ -160,7 +160,7 @@ def test_a_saved_chat_is_messages_and_goes_on_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_chat_that_ends_with_the_result_of_a_tool_is_loaded_again(tmp_path: Path) -> None:
-    """So does a turn in which the model has called tools as often as it may."""
+    """A turn ends so if the model has called tools as often as it may."""
     call = {"id": "call1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "user", "content": "x"},

@@ -94,6 +94,33 @@ async def test_calls_have_other_ids_in_each_fork_but_for_those_that_were_told() 
         assert await engine.audit() == []
 
 
+@pytest.mark.parametrize("step", ["rewind", "fork"])
+async def test_calls_of_a_finished_output_keep_the_ids_that_were_told_after_it_is_resumed(
+    step: str,
+) -> None:
+    answer = FakeAnswer("Well.", tool_calls=[("f", {"n": n}) for n in range(3)])
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    async with FakeEngine({"": answer}, n_seq_max=8, stream_buffer=1000) as engine:
+        async with engine.stream_chat([{"role": "user", "content": "p"}], tools=tools) as stream:
+            deltas = await read(stream, 12)
+            while not ids_of(deltas):
+                deltas += await read(stream, 1)
+            await read(stream, 3)
+            while engine.statistics().n_running:
+                await engine.audit()
+            saved = await stream.suspend()
+        async with engine.resume(saved) as resumed:
+            if step == "rewind":
+                await resumed.rewind(1)
+                calls = (await resumed.completion()).tool_calls
+            else:
+                (fork,) = resumed.fork(1)
+                async with fork:
+                    calls = (await fork.completion()).tool_calls
+        assert [call.id for call in calls][:1] == ids_of(deltas)
+        assert len({call.id for call in calls}) == 3
+
+
 async def test_a_fork_costs_one_row_and_no_cell_more_than_its_own_tokens() -> None:
     async with FakeEngine(LONG, stream_buffer=1, n_seq_max=8, prefix_cache_tokens=1) as engine:
         async with engine.stream("p" * 100) as stream:

@@ -585,6 +585,21 @@ BRIEF = {"type": "text", "text": "Be brief."}
 SYSTEMS: dict[str, tuple[list[dict[str, Any]], list[str], list[str] | None]] = {
     "an effort": ([system(output_config={"effort": "low"})], [], ["get_weather"]),
     "an effort with text": ([system(BRIEF, output_config={"effort": "low"})], ["Be brief."], ["get_weather"]),
+    "an effort without content": (
+        [{"role": "system", "output_config": {"effort": "low"}}], [], ["get_weather"],
+    ),
+    "no content": ([{**system(), "content": None}], [], ["get_weather"]),
+    "an empty block": (
+        [system({"type": "text", "text": ""}, tool_change("removal", "get_weather"))], [], None,
+    ),
+    "a block of other roles": (
+        [system({"type": "image", "source": {}}, {"type": "tool_use", "name": "f", "input": {}})],
+        ["[an image, which this model cannot read]\n[tool_use: f]"], ["get_weather"],
+    ),
+    "a text of one turn": (
+        [{**system(BRIEF), "clear_at": "next_user_message"}, ASK, {**system(BRIEF), "clear_at": "next_user_message"}],
+        ["Be brief."], ["get_weather"],
+    ),
     "an empty text": ([{**system(), "content": ""}], [], ["get_weather"]),
     "a tool that is known": ([system(tool_change("addition", "get_weather"))], [], ["get_weather"]),
     "a tool that is defined": (

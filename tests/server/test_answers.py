@@ -19,6 +19,7 @@ from cllm import (
     QueueFullError,
 )
 from cllm.engine.loop.dispatcher import Dispatcher
+from cllm.engine.process.handle import CrashError
 from cllm.errors import LlamaCallError
 from cllm.server import create_app
 from cllm.server.answers import answer
@@ -420,7 +421,8 @@ async def test_vectors_that_a_shutdown_cut_off_are_503_and_others_that_fail_500(
     """Clients with several servers go on to the next one after a 503."""
     fault = EmbeddingError.of("r", LlamaCallError("llama_encode", -3))
     cut_off = EmbeddingError("request r was cancelled")
-    for error, status in ((cut_off, 503), (fault, 500)):
+    crashed = EmbeddingError.of("r", CrashError("the engine's process ended by SIGSEGV"))
+    for error, status in ((cut_off, 503), (fault, 500), (crashed, 500)):
 
         async def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
             raise error

@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cllm import Engine, EngineConfig, ModelLoadError
 from cllm.server.config import ServerConfig
-from cllm.server.model_pool import ModelPool
+from cllm.server.http.problems import Problem, unavailable
+from cllm.server.model_pool import Attempts, ModelPool
 from cllm.server.several import create_models_app
 from cllm.testing import FakeEngine
 from tests.conftest import some_in_fast
@@ -283,6 +284,30 @@ async def test_a_load_that_fails_is_not_repeated_by_requests_that_waited(loads: 
         assert all("damaged" in refusal_of(each, 503)["message"] for each in answers)
         await ask_for_b()  # a request that comes later tries again
         assert sorted(loads.names) == ["a", "b", "b"]
+
+
+async def test_a_lack_of_room_is_no_failure_of_a_load() -> None:
+    """What has no room now may have some when its turn comes."""
+    attempts = Attempts(anyio.Lock())
+    async with anyio.create_task_group() as tasks:
+        is_begun, may_end = anyio.Event(), anyio.Event()
+
+        async def refused() -> None:
+            with pytest.raises(Problem, match="no room"):
+                async with attempts.turn():
+                    is_begun.set()
+                    await may_end.wait()
+                    raise unavailable("there is no room")
+
+        async def served() -> None:
+            async with attempts.turn():
+                pass
+
+        tasks.start_soon(refused)
+        await is_begun.wait()
+        tasks.start_soon(served)
+        await anyio.wait_all_tasks_blocked()
+        may_end.set()
 
 
 async def test_a_download_that_fails_is_not_repeated_by_requests_that_waited(loads: Loads) -> None:

@@ -316,7 +316,7 @@ class OutputParser:
     def _release(self) -> None:
         """Report the part of the call that was held back."""
         if (held := self._held) is not None:
-            # Not before: until it is reported, each continuation of the output gives it another id.
+            # Each continuation of the output gives another id to a call that has not been reported.
             held = held if held.id is not None else replace(held, id=self.call_ids.next())
             self._told.tool_calls += (held,)
             self._held = None

@@ -259,8 +259,8 @@ class Channel:
     # --- What goes on from here --------------------------------------------------------------
     @property
     def call_ids(self) -> tuple[str, ...]:
-        """Ids that tool calls of the output have got, also of calls that the reader has not received."""
-        return () if self._outputs is None else self._outputs.call_ids
+        """Ids that were given to tool calls without ids of their own, also to calls that the reader has not received."""
+        return self.call.call_ids if self._outputs is None else self._outputs.call_ids
 
     @property
     def text_before(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.checks import (
+    MAX_CHARACTERS_PER_TOKEN,
     check_bool,
     check_int,
     check_several,
@@ -32,7 +33,6 @@ from cllm.engine.embedding import (
 from cllm.engine.loop.dispatcher import Dispatcher, PendingEmbedding
 from cllm.engine.loop.queue_gate import QueueGate
 from cllm.engine.loop.request_call import (
-    MAX_CHARACTERS_PER_TOKEN,
     Prompt,
     Urgency,
     check_length,

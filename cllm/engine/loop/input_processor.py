@@ -255,20 +255,20 @@ class InputProcessor:
     async def _recall(self, draft: _Draft) -> None:
         call, vocabulary = draft.call, draft.vocabulary
         draft.strips_space = vocabulary.prefixes_space and _begins_text(call.prompt, vocabulary)
-        draft.told = await self.texts.texts_of_generated(
+        told = await self.texts.texts_of_generated(
             call, draft.answer, strips_space=draft.strips_space
         )
-        if (answer := draft.answer) is None:
-            return
-        is_whole = draft.continuation is not None
+        if (answer := draft.answer) is not None:
+            is_whole = draft.continuation is not None
 
-        def split() -> OutputChannels:
-            parser = answer.parser(call.ids_seed, call.call_ids)
-            return OutputChannels(parser, draft.told, is_whole=is_whole)
+            def split() -> OutputChannels:
+                parser = answer.parser(call.ids_seed, call.call_ids)
+                return OutputChannels(parser, told, is_whole=is_whole)
 
-        draft.outputs = await self.texts.run_for(call.generated, split)
-        # Ids of calls behind `generated` are dropped.
-        draft.call = replace(call, call_ids=draft.outputs.call_ids)
+            draft.outputs = await self.texts.run_for(call.generated, split)
+            # Ids of calls behind `generated` are dropped.
+            draft.call = replace(call, call_ids=draft.outputs.call_ids)
+        draft.told = told
 
     async def _constrain(self, draft: _Draft) -> None:
         answer = draft.answer

@@ -1,6 +1,7 @@
 """OutputChannels: the deltas of a chat's answer, split into reasoning, content and calls.
 
-Event loop only: the inference thread sends one text, which is split here.
+The inference thread sends one text, which is split here, in the event loop.  The text of an output that continues is
+split in a worker thread, before any delta arrives.
 """
 
 from __future__ import annotations

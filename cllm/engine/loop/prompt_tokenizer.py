@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from cllm.checks import check_bool, check_several
+from cllm.checks import check_bool, check_lengths, check_several
 from cllm.engine.chat.chat_prompt import ChatPrompt
 from cllm.engine.chat.chat_tokenizer import AnswerFormat, ChatTokenizer
 from cllm.engine.chat.control_tokens import ControlTokens, Piece
@@ -24,7 +24,6 @@ from cllm.engine.loop.request_call import (
     Prompt,
     RequestCall,
     check_length,
-    check_lengths,
     check_prompt,
     texts_told,
 )

@@ -16,9 +16,9 @@ import anyio
 from cllm.checks import (
     INT32_MAX,
     MAX_SEED,
-    MAX_TEXT_BYTES,
     check_bool,
     check_int,
+    check_lengths,
     check_tenant,
     check_timeout,
     closest,
@@ -36,17 +36,12 @@ from cllm.errors import (
     DeadlineError,
     InvalidRequestError,
     PromptTooLongError,
-    TooMuchTextError,
 )
 
 T = TypeVar("T")
 
 # A text, token ids, or texts, images and audio in order.
 Prompt = str | Sequence[int | str | Image | Audio]
-
-# A text with more characters than this for each token of the context is rejected without tokenizing it.
-# Tokens of real vocabularies are much shorter, except for runs of spaces.
-MAX_CHARACTERS_PER_TOKEN = 64
 
 
 def new_request_id() -> str:
@@ -384,19 +379,6 @@ def check_length(text: str, n_ctx: int, field: str = "prompt") -> None:
         The text has more than 1 MiB.
     """
     check_lengths([text], n_ctx, field)
-
-
-def check_lengths(texts: Sequence[str], n_ctx: int, field: str) -> None:
-    """Reject texts that cannot fit together, or of which one is too long to be tokenized at once."""
-    n_characters = sum(map(len, texts))
-    if n_characters > n_ctx * MAX_CHARACTERS_PER_TOKEN:
-        raise PromptTooLongError(n_characters // MAX_CHARACTERS_PER_TOKEN, n_ctx)
-    for text in texts:
-        n_bytes = len(encode_text(field, text, InvalidRequestError))
-        if n_bytes > MAX_TEXT_BYTES:
-            raise TooMuchTextError(
-                field, f"{n_bytes} bytes", f"at most {MAX_TEXT_BYTES} bytes, with any model"
-            )
 
 
 def check_tokens(

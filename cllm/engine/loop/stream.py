@@ -281,6 +281,7 @@ class TokenStream:
             call,
             generated=generated,
             timeout=None,
+            call_ids=channel.call_ids,
             excluded=call.excluded if is_before else (),
         )
         continuation = Continuation(
@@ -377,10 +378,11 @@ class TokenStream:
         anyio.BusyResourceError
             Another task is reading.
         """
-        await self._submit()
-        position = self._position
-        n_tokens = check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
-        await self._go_on_from(position[:-n_tokens], seed=self._seeds.next())
+        with self._going_on():
+            await self._submit()
+            position = self._position
+            n_tokens = check_int("n_tokens", n_tokens, 1, len(position), InvalidRequestError)
+            await self._go_on_from(position[:-n_tokens], seed=self._seeds.next())
         self._forget_places()
 
     async def inject(self, text: str | Sequence[int]) -> None:
@@ -396,17 +398,18 @@ class TokenStream:
         anyio.BusyResourceError
             Another task is reading.
         """
-        channel = await self._submit()
-        if channel.call.params.logprobs is not None:
-            limit = "left out where tokens are injected"
-            raise InvalidRequestError("logprobs", channel.call.params.logprobs, limit)
-        if isinstance(text, str):
-            tokens = tuple(await self._opener.texts.tokenize(text, add_special=False))
-        else:
-            tokens = token_ids_of("text", text)
-        if not tokens:
-            raise InvalidRequestError("text", text, "at least one token")
-        await self._go_on_from(self._position + tokens)
+        with self._going_on():
+            channel = await self._submit()
+            if channel.call.params.logprobs is not None:
+                limit = "left out where tokens are injected"
+                raise InvalidRequestError("logprobs", channel.call.params.logprobs, limit)
+            if isinstance(text, str):
+                tokens = tuple(await self._opener.texts.tokenize(text, add_special=False))
+            else:
+                tokens = token_ids_of("text", text)
+            if not tokens:
+                raise InvalidRequestError("text", text, "at least one token")
+            await self._go_on_from(self._position + tokens)
         self._forget_places()
 
     @property
@@ -428,9 +431,8 @@ class TokenStream:
     ) -> None:
         """Replace the request by one that continues from these tokens, the last of which may be unread.
 
-        With another seed, later calls have other ids, too.
+        With another seed, later calls have other ids, too.  Call it within `_going_on`.
         """
-        self._check_not_continuing()
         channel, continuation = self._present, self._continuation()
         channel.check_idle()
         call = channel.call
@@ -450,20 +452,33 @@ class TokenStream:
             submitted_at=request.submitted_at,
             deadline=request.deadline,
         )
+        with self._closed_if_taken(channel):
+            self._adopt(await self._opener.reopen(channel, call, continuation))
+        self._read_ids, self._read_logprobs, self._failure = [], [], None
+        self._has_ended = False
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Replace the request in the block.  A stream that has ended is open again, unless another task ends it there.
+
+        Raises
+        ------
+        anyio.BusyResourceError
+            Another task replaces the request.
+        """
+        self._check_not_continuing()
         was_closed, was_given_up = self._is_closed, self._is_given_up
-        self._is_closed = self._is_given_up = False  # unless another task sets them during `reopen`
+        if self._channel is not None:
+            self._is_closed = self._is_given_up = False
         self._is_continuing = True
         try:
-            with self._closed_if_taken(channel):
-                self._adopt(await self._opener.reopen(channel, call, continuation))
+            yield
         except BaseException:
             self._is_closed |= was_closed
             self._is_given_up |= was_given_up
             raise
         finally:
             self._is_continuing = False
-        self._read_ids, self._read_logprobs, self._failure = [], [], None
-        self._has_ended = False
 
     def _check_not_continuing(self) -> None:
         if self._is_continuing:
@@ -551,7 +566,8 @@ class TokenStream:
             self._fail(InvalidRequestError("banned_strings", strings, limit))
         excluded.add(token)
         generated = self._position + tuple(t for delta in kept for t in delta.token_ids)
-        await self._go_on_from(generated, excluded=sorted(excluded), unread=kept)
+        with self._going_on():
+            await self._go_on_from(generated, excluded=sorted(excluded), unread=kept)
 
     def _fail(self, cause: Exception) -> NoReturn:
         """Cancel the request, and raise an error at this step and at every later one."""

@@ -113,6 +113,7 @@ class EngineProcess(EngineHost):
         self._has_ended = self._is_ready = self._was_hung = False
         self._heard_error: BaseException | None = None  # that ended the process
         self._checked_at, self._n_reads = 0.0, 0  # of `_is_loop_behind`
+        self._expired_at = 0.0
         self._base = self._statistics = EngineStatistics()
         self._n_in_vain = 0
         self._crashed_at = 0.0
@@ -368,7 +369,7 @@ class EngineProcess(EngineHost):
             selector.unregister(process.socket)
         if mask:
             selector.register(process.socket, mask)
-        wait_s = EXPIRY_S if self._ready_at is None else self._patience_s
+        wait_s = EXPIRY_S if self._ledger.holds_back else self._patience_s
         for key, ready in selector.select(wait_s):
             if key.fileobj is process.stderr and not process.listen():
                 selector.unregister(process.stderr)
@@ -404,7 +405,8 @@ class EngineProcess(EngineHost):
 
     def _expire(self, *, is_silent: bool = False) -> None:
         """End requests that no process works on; see `Ledger.expire`.  With the lock."""
-        if told := self._ledger.expire(time.perf_counter(), is_silent=is_silent):
+        now = self._expired_at = time.perf_counter()
+        if told := self._ledger.expire(now, is_silent=is_silent):
             self._outbox.post(told)
 
     def _pass_on(self, process: ProcessHandle | None) -> None:
@@ -415,7 +417,8 @@ class EngineProcess(EngineHost):
             commands += (
                 [command] if isinstance(command, Shutdown) else self._ledger.command(command)
             )
-        self._expire()
+        if time.perf_counter() - self._expired_at > EXPIRY_S / 2:  # it looks at all requests
+            self._expire()
         if process is not None:
             process.send(commands)
 

@@ -302,14 +302,19 @@ class Ledger:
         is_free = self._is_up and not self.is_trying and known.request_id not in self._left
         return self._give(known) if is_free else []
 
+    @property
+    def holds_back(self) -> bool:
+        """True unless the process has all requests."""
+        return not self._is_up or self.is_trying or bool(self._left)
+
     def expire(self, now: float, *, is_silent: bool = False) -> list[Event]:
         """End requests that were cancelled, or whose deadline has passed; return the events for the readers.
 
         A request that the process has is ended by the process, unless `is_silent`: it shows no sign of life.
         To be called after commands, and whenever a deadline may have passed.
         """
-        if self._is_up and not (is_silent or self.is_trying or self._left):
-            return []  # the process has all requests
+        if not (is_silent or self.holds_back):
+            return []
         told: list[Event] = []
         for known in list(self._open.values()):
             reason = known.end_reason(now)
@@ -362,7 +367,11 @@ class Ledger:
                         continue
                     if known.is_recalled:
                         known.is_recalled = known.is_given = False
-                        told += self.expire(now)
+                        if (
+                            reason := known.end_reason(now)
+                        ) is not None:  # the process has counted it
+                            del self._open[request_id]
+                            told.append(known.ended(reason, now))
                         commands += self._next()
                         continue
                     del self._open[request_id]

@@ -49,7 +49,7 @@ class Questions:
         self._open: list[Ask] = []
 
     def ask(self, ask: Ask) -> None:
-        """Take a question."""
+        """Take a question; clear the prefix cache at once if it is about that."""
         if isinstance(ask.question, ClearPrefixCache):
             self._core.manager.cells.forget_prefixes()
         self._open.append(ask)

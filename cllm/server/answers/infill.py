@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from cllm import Engine, FimTokens, PromptTooLongError
+from cllm import Engine, FimTokens
+from cllm.checks import MAX_CHARACTERS_PER_TOKEN, MAX_TEXT_BYTES, check_lengths
 
 Tokenize = Callable[[str], Awaitable[Sequence[int]]]
 # Separator of other files for a model without a token for files; the same as in llama-server.
 BETWEEN = "\n\n--- snippet ---\n\n"
 REPOSITORY, FILE = "myproject\n", "filename\n"  # llama-server's: clients do not send these names
-N_CHARACTERS_TOKEN = 64  # more characters per token of the context cannot fit
+MAX_BYTES_PER_CHARACTER = 4  # of UTF-8
 SUFFIX_SHARE = 4  # the suffix has 1/4 of the room, and the part that a short prefix leaves
 
 
@@ -35,22 +36,15 @@ class Gap:
     middle: str = ""
 
 
-def check_characters(engine: Engine, n_characters: int) -> None:
-    """Raise `PromptTooLongError` for so many characters that they cannot fit, before they are tokenized."""
-    n_ctx = engine.model.n_ctx
-    if n_characters > n_ctx * N_CHARACTERS_TOKEN:
-        raise PromptTooLongError(n_characters // N_CHARACTERS_TOKEN, n_ctx)
-
-
 async def prompt_of_gap(engine: Engine, fim: FimTokens, gap: Gap, n_output: int = 1) -> list[int]:
     """Return the prompt for a gap, with room for `n_output` tokens in the context of the engine.
 
     Raises
     ------
-    PromptTooLongError
+    PromptTooLongError, TooMuchTextError
         `gap.middle` cannot fit.
     """
-    check_characters(engine, len(gap.middle))
+    check_lengths([gap.middle], engine.model.n_ctx, "prompt")
 
     async def tokenize(text: str) -> list[int]:
         return await engine.tokenize(text, add_special=False) if text else []
@@ -71,7 +65,8 @@ async def infill_prompt(gap: Gap, fim: FimTokens, tokenize: Tokenize, n_max: int
         Tokens that the prompt may have.  A long prefix loses its beginning, a long suffix its end.  Other
         files get the remaining room.  `middle` is never cut, and may exceed the limit.
     """
-    n_most = n_max * N_CHARACTERS_TOKEN  # characters; the rest of a text would be cut in any case
+    # Characters; the rest of a text would be cut in any case, or be too long to be tokenized at once.
+    n_most = min(n_max * MAX_CHARACTERS_PER_TOKEN, MAX_TEXT_BYTES // MAX_BYTES_PER_CHARACTER)
     middle = await tokenize(gap.middle)
     prefix, suffix = await tokenize(gap.prefix[-n_most:]), await tokenize(gap.suffix[:n_most])
     begin = [] if fim.begin is None else [fim.begin]

@@ -27,7 +27,7 @@ from cllm import (
     QueueFullError,
     RequestError,
 )
-from cllm.errors import ContextError, LibraryError, LlamaCallError, TooMuchTextError
+from cllm.errors import TooMuchTextError
 
 logger: logging.Logger = logging.getLogger("cllm.server")
 
@@ -222,9 +222,9 @@ def problem_of(error: BaseException, name_of: Callable[[str], str] = str) -> Pro
             return shutting_down()
         case GenerationError() | EmbeddingError():
             cause = error.__cause__
-            is_fault = isinstance(cause, LlamaCallError | ContextError | LibraryError)
-            if isinstance(cause, CllmError | ValueError) and not is_fault:
-                # The request cannot be fulfilled: its constraint, or a ban of all tokens.
+            # The request cannot be fulfilled: its constraint (a plain `CllmError`), or a ban of all tokens.
+            is_of_constraint = type(cause) is CllmError and isinstance(error, GenerationError)
+            if is_of_constraint or isinstance(cause, ValueError):
                 return Problem(400, str(cause), code="generation_failed")
             return Problem(500, str(error), code="generation_failed")
         case HTTPException():

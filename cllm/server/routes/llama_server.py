@@ -23,9 +23,10 @@ from cllm import (
     TokenLogprob,
     TokenStream,
 )
+from cllm.checks import check_lengths
 from cllm.server.answers.answer import AnswerForm, answer
 from cllm.server.answers.formats import deadline_of
-from cllm.server.answers.infill import Gap, check_characters, prompt_of_gap
+from cllm.server.answers.infill import Gap, prompt_of_gap
 from cllm.server.answers.running import check_in_time
 from cllm.server.bodies.fields import MAX_SEED, MEDIA_MARKER, NO_LIMIT, SAMPLING_FIELDS
 from cllm.server.bodies.schemas import (
@@ -48,6 +49,7 @@ Prompt = str | Sequence[int | str | Image | Audio]
 OTHER_NAMES = {"typical_p": "typ_p"}  # of samplers
 N_INFILL = 128  # tokens that the prompt leaves for the output; fewer for a smaller `n_predict`
 NO_SLOT = -1
+MAX_PATH = 8  # slashes that are looked at in one of `response_fields`; no field is as deep
 
 
 @router.post("/completion", summary="Complete prompts, as llama-server does")
@@ -96,7 +98,7 @@ async def _prompt_of(state: ServerState, given: Prompt) -> Prompt:
         return given
     if not any(isinstance(part, str) for part in given):
         return given
-    check_characters(engine, sum(len(part) for part in given if isinstance(part, str)))
+    check_lengths([part for part in given if isinstance(part, str)], engine.model.n_ctx, "prompt")
     tokens: list[int] = []
     async with state.tokenizer_turn():
         for i, part in enumerate(given):
@@ -258,7 +260,7 @@ class OutputForm(AnswerForm):
         self._model_name = model_name
         self._body = body
         wanted = body.response_fields
-        self._paths = None if wanted is None else [path.split("/") for path in wanted]
+        self._paths = None if wanted is None else [path.split("/", MAX_PATH) for path in wanted]
         self._params = params
         self.is_prompt_only = _n_max(body) == 0
         max_s = body.t_max_predict_ms / 1000

@@ -131,11 +131,15 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
     tools.add_anthropic(body.tools or ())
     chat, fields = list[dict[str, Any]](), list[str]()
     effort, names = (body.output_config or {}).get("effort"), NAMES
+    users = [i for i, message in enumerate(body.messages) if message.get("role") == "user"]
     for i, message in enumerate(body.messages):
-        for field, said in _said(i, message, tools):
-            chat.append(said)
-            fields.append(field)
-        config = message.get("output_config")
+        is_system = message.get("role") == "system"
+        for field, said in _instructed(i, message, tools) if is_system else _said(i, message):
+            is_over = is_system and message.get("clear_at") == "next_user_message"
+            if not (is_over and users and i < users[-1]):
+                chat.append(said)
+                fields.append(field)
+        config = message.get("output_config") if is_system else None
         if isinstance(config, Mapping) and isinstance(config.get("effort"), str):
             place = f"messages[{i}].output_config.effort"
             effort, names = config["effort"], {**NAMES, "reasoning_effort": place}
@@ -150,7 +154,8 @@ async def chat_call_of(engine: Engine, body: CountBody, params: SamplingParams) 
         "tool_choice": _choice(choice),
         "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
         # A last message of the assistant is the beginning of its answer.
-        "continue_final_message": last["role"] == "assistant"
+        "continue_final_message": body.messages[-1].get("role") == "assistant"
+        and last["role"] == "assistant"
         and bool(last["content"])
         and "tool_calls" not in last,
     }
@@ -190,17 +195,35 @@ def _choice(choice: Mapping[str, Any]) -> str:
     return words[kind]
 
 
-def _said(
+def _instructed(
     i: int, message: Mapping[str, Any], tools: ClientTools
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return one message as fields of the body and messages of a chat: results of tools become messages of their own.
+    """Return the text of a system message as a field of the body and a message, in a list; change `tools`.
 
-    A system message changes `tools` too; without text it becomes no message.
+    Without text, the list is empty.  Words replace unknown blocks: a client cannot change its history.
     """
+    field, content = f"messages[{i}]", message.get("content")
+    texts = [content] if isinstance(content, str) else []
+    if not isinstance(content, str | list | None):
+        raise invalid(f"{field}.content", "must be text, or a list of blocks")
+    for k, block in enumerate(content if isinstance(content, list) else ()):
+        name = f"{field}.content[{k}]"
+        match block.get("type") if isinstance(block, Mapping) else None:
+            case "text":
+                texts.append(_text(name, block))
+            case "tool_addition" | "tool_removal":
+                tools.change(name, block)
+            case _:
+                texts.append(words_of(block))
+    text = "\n".join(filter(None, texts))
+    return [(field, {"role": "system", "content": text})] if text else []
+
+
+def _said(i: int, message: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return one message as fields of the body and messages of a chat: results of tools become messages of their own."""
     field, role, content = f"messages[{i}]", message.get("role"), message.get("content")
-    is_system = role == "system"
     if isinstance(content, str):
-        return [(field, {"role": role, "content": content})] if content or not is_system else []
+        return [(field, {"role": role, "content": content})]
     if not isinstance(content, list):
         raise invalid(f"{field}.content", "must be text, or a list of blocks")
     results: list[tuple[str, dict[str, Any]]] = []
@@ -224,10 +247,6 @@ def _said(
                 if kind == "text":
                     _text(name, block)
                 parts.append(block)
-            case "tool_addition" | "tool_removal" if is_system:
-                tools.change(name, block)
-            case _ if is_system:  # a client cannot change its history
-                parts.append({"type": "text", "text": words_of(block)})
             case kind:
                 known = f"{', '.join(USER_BLOCKS)}, tool_use, tool_result or thinking"
                 raise invalid(f"{name}.type", f"is {str(kind)[:40]!r}, must be {known}")
@@ -237,7 +256,7 @@ def _said(
         said["tool_calls"] = calls
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
-    is_message = parts or calls or thoughts or not (results or is_system)
+    is_message = parts or calls or thoughts or not results
     return [*results, (field, said)] if is_message else results
 
 

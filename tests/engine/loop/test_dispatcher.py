@@ -34,7 +34,7 @@ async def test_an_image_that_is_decoded_while_the_engine_ends_gets_the_error_of_
 
     def run(decoder: Decoder, *arguments: Any) -> Decoded:
         is_begun.set()
-        may_end.wait()
+        may_end.wait(30)
         return decode(decoder, *arguments)
 
     async def ask(engine: FakeEngine) -> None:
@@ -59,7 +59,7 @@ async def test_a_drain_returns_when_the_engine_fails_before_it_has_seen_a_reques
 
     def rebuild() -> None:
         is_begun.set()
-        may_end.wait()
+        may_end.wait(30)
         raise RuntimeError("no memory")
 
     async def ask(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import anyio
 import pytest
@@ -20,18 +21,18 @@ Ending = Callable[[TokenStream], Awaitable[None]]
 
 
 class Preparation:
-    """Holds the next request back while it is prepared."""
+    """Holds the next request back while it is prepared: in this method of `PromptTokenizer`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str = "with_stop_tokens") -> None:
         self.begun, self.may_end = anyio.Event(), anyio.Event()
-        prepare = PromptTokenizer.with_stop_tokens
+        prepare = getattr(PromptTokenizer, method)
 
-        async def held(texts: PromptTokenizer, params: SamplingParams) -> SamplingParams:
+        async def held(*args: Any, **kwargs: Any) -> Any:
             self.begun.set()
             await self.may_end.wait()
-            return await prepare(texts, params)
+            return await prepare(*args, **kwargs)
 
-        monkeypatch.setattr(PromptTokenizer, "with_stop_tokens", held)
+        monkeypatch.setattr(PromptTokenizer, method, held)
 
     async def end_meanwhile(self, stream: TokenStream, end: Ending) -> None:
         await self.begun.wait()
@@ -40,7 +41,7 @@ class Preparation:
 
 
 async def ends(stream: TokenStream, end: Ending) -> None:
-    """The stream ends as it was told to, before its text does."""
+    """Check that the stream ends as requested, before its text does."""
     if end is TokenStream.cancel:
         assert [d.finish_reason async for d in stream][-1] is FinishReason.CANCELLED
         return
@@ -103,6 +104,35 @@ async def test_a_stream_ends_that_was_told_to_while_it_went_back(
                 await ends(stream, end)
                 await engine.audit()
                 assert engine.statistics().n_running == 0
+
+
+@ENDINGS
+@BANS
+@pytest.mark.parametrize("is_first", [False, True], ids=["entered", "first"])
+@pytest.mark.parametrize("step", ["inject", "rewind"])
+async def test_a_stream_ends_that_is_ended_while_a_step_of_it_prepares(
+    anyio_backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Ending,
+    banned: tuple[str, ...],
+    is_first: bool,
+    step: str,
+) -> None:
+    with anyio.fail_after(30):
+        async with FakeEngine(lambda _: "a" * 1000) as engine:
+            stream = engine.stream("p", banned_strings=banned, generated=(98, 99))
+            if not is_first:
+                await anext(stream)
+            is_tokenizing = step == "inject" and not is_first
+            preparation = Preparation(
+                monkeypatch, "tokenize" if is_tokenizing else "with_stop_tokens"
+            )
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(preparation.end_meanwhile, stream, end)
+                await (stream.inject("zx") if step == "inject" else stream.rewind(1))
+            await ends(stream, end)
+            await engine.audit()
+            assert engine.statistics().n_running == 0
 
 
 async def test_a_stream_that_has_ended_stays_so_if_it_cannot_go_back(

@@ -162,6 +162,7 @@ class World:
         self.n_crashes += 1
         self.hear(self.ledger.on_crash(CRASH, Underway(self.computed), 1.0, is_own=is_own))
         self.process, self.computed = FakeProcess(self.poison), ()
+        self.hear(self.ledger.expire(1.0))
         self.process.obey(self.ledger.on_ready())
 
     def check_whole(self, number: int) -> None:
@@ -360,6 +361,38 @@ def test_a_suspect_that_has_ended_is_not_tried_though_another_request_has_its_id
     assert serials(commands) == [1, 3, 4], "nothing is tried any more"
 
 
+def test_a_request_that_is_cancelled_while_it_is_recalled_is_not_counted_here() -> None:
+    ledger = Ledger()
+    ledger.on_ready()
+    for number in (1, 2):
+        ledger.command(AddRequest(request(number)))
+    for _ in range(2):
+        ledger.on_crash(CRASH, Underway(("r1", "r2")), 1.0)
+        ledger.on_ready()
+    _, commands = ledger.events([Progressed("r1", TokenDelta("a", (7,)))], 1.0)
+    assert commands == [CancelRequest("r1")]
+    ledger.command(CancelRequest("r1"))
+    (ended,), _ = ledger.events(finished("r1"), 1.0)
+    assert isinstance(ended, Finished)
+    assert ended.completion.finish_reason is FinishReason.CANCELLED
+    assert ledger.n_finished == {}, "the process has counted it"
+
+
+def test_requests_are_held_back_while_a_suspect_is_tried() -> None:
+    """Their deadlines are looked at more often then."""
+    ledger = Ledger()
+    assert ledger.holds_back
+    ledger.on_ready()
+    assert not ledger.holds_back
+    for number in (1, 2):
+        ledger.command(AddRequest(request(number)))
+    for _ in range(2):
+        ledger.on_crash(CRASH, Underway(("r1", "r2")), 1.0)
+        ledger.on_ready()
+        assert ledger.holds_back == ledger.is_trying
+    assert ledger.holds_back
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_every_request_ends_once_whatever_is_cancelled_silent_and_killed(seed: int) -> None:
     choose, world = random.Random(seed), World(poison=frozenset({"r2"}))
@@ -370,7 +403,7 @@ def test_every_request_ends_once_whatever_is_cancelled_silent_and_killed(seed: i
             n_submitted += 1
         if choose.random() < 0.1:
             world.command(CancelRequest(f"r{choose.randrange(n_requests)}"))
-        if choose.random() < 0.1:  # what it has sent meets readers who have left
+        if choose.random() < 0.1:  # its events come after the ends of their requests
             world.hear(world.ledger.expire(1.0, is_silent=True))
         if choose.random() < 0.1 and world.n_crashes < 30:
             world.crash(is_own=False)

@@ -282,13 +282,22 @@ async def test_forgetting_the_prefix_cache_ends_when_its_files_are_removed(
         remove(files, path)
 
     monkeypatch.setattr(PrefixFiles, "_remove", slow)
+    left: list[list[Path]] = []
+
+    async def reset(engine: Engine) -> None:
+        await engine.reset_prefix_cache()
+        left.append(stored_in(tmp_path))
+
     async with FakeEngine(ANSWERS, prefix_cache_dir=tmp_path, **SMALL) as engine:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(engine.reset_prefix_cache)
+            tasks.start_soon(reset, engine)
             await engine.generate("short")
+            await engine.audit()
+            await anyio.lowlevel.checkpoint()
             assert stored_in(tmp_path)
+            assert not left, "it has not returned"
             may_remove.set()
-        assert not stored_in(tmp_path)
+        assert left == [[]]
 
 
 def stored_in(directory: Path) -> list[Path]:
