@@ -89,6 +89,7 @@ RULES: list[tuple[str, tuple[str, ...]]] = [
     ("cllm.server.http.api_keys", ("cllm", "cllm.checks", "cllm.server", "cllm.settings")),
     ("cllm.server.operation.pulls", ("cllm", "cllm.hub", "cllm.server")),
     ("cllm.server.http.fetching", ("cllm", "cllm.server", "cllm.engine.media_parts")),
+    ("cllm.server.routes.llama_server", ("cllm", "cllm.checks", "cllm.server")),
     (
         "cllm.server.routes.messages",
         ("cllm", "cllm.server", "cllm.engine.chat.readable", "cllm.engine.media_parts"),

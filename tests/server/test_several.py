@@ -292,12 +292,15 @@ async def test_a_lack_of_room_is_no_failure_of_a_load() -> None:
     async with anyio.create_task_group() as tasks:
         is_begun, may_end = anyio.Event(), anyio.Event()
 
+        async def find_no_room() -> None:
+            async with attempts.turn():
+                is_begun.set()
+                await may_end.wait()
+                raise unavailable("there is no room")
+
         async def refused() -> None:
             with pytest.raises(Problem, match="no room"):
-                async with attempts.turn():
-                    is_begun.set()
-                    await may_end.wait()
-                    raise unavailable("there is no room")
+                await find_no_room()
 
         async def served() -> None:
             async with attempts.turn():
