@@ -434,7 +434,6 @@ class TokenStream:
         With another seed, later calls have other ids, too.  Call it within `_going_on`.
         """
         channel, continuation = self._present, self._continuation()
-        channel.check_idle()
         call = channel.call
         call = replace(
             call,
@@ -464,11 +463,12 @@ class TokenStream:
         Raises
         ------
         anyio.BusyResourceError
-            Another task replaces the request.
+            Another task reads, or replaces the request.
         """
         self._check_not_continuing()
         was_closed, was_given_up = self._is_closed, self._is_given_up
         if self._channel is not None:
+            self._channel.check_idle()
             self._is_closed = self._is_given_up = False
         self._is_continuing = True
         try:

@@ -367,10 +367,8 @@ class Ledger:
                         continue
                     if known.is_recalled:
                         known.is_recalled = known.is_given = False
-                        if (
-                            reason := known.end_reason(now)
-                        ) is not None:  # the process has counted it
-                            del self._open[request_id]
+                        if (reason := known.end_reason(now)) is not None:
+                            del self._open[request_id]  # the process has counted it
                             told.append(known.ended(reason, now))
                         commands += self._next()
                         continue
