@@ -76,14 +76,15 @@ test-process:
 # the process, and LiteLLM has annotations that pydantic warns of: their own affair.
 CLIENTS_LEAVE := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning \
 	-W "ignore:Item:UserWarning"
-# PYTEST_ARGS="-m real" lets each agent ask SmolLM2: four minutes.
+# In one process: playwright's event loop runs until the end of the process that began it, and tests with loops of
+# their own come before.  PYTEST_ARGS="-m real" lets each agent ask SmolLM2: four minutes.
 test-clients:
 	@PYTHON=$(PYTHON) tools/setup.sh clients
-	@.venv-clients/bin/python -m pytest -q $(WORKERS) --timeout=300 $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
+	@.venv-clients/bin/python -m pytest -q --timeout=300 $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
 
 clients-newest:
 	@PYTHON=$(PYTHON) tools/setup.sh newest
-	@.venv-newest/bin/python -m pytest -q $(WORKERS) --timeout=300 $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
+	@.venv-newest/bin/python -m pytest -q --timeout=300 $(CLIENTS_LEAVE) tests/clients $(PYTEST_ARGS)
 
 # Fetches the models into the cache directory, once.
 test-real:
