@@ -72,17 +72,14 @@ def _checked_target(source: str | Path, target: str | Path) -> Path:
         raise InvalidArgumentError("target", str(target), "a path without a NUL character")
     try:
         replaced = Path(target).resolve()
-        replaced.exists()
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a name that is too long; links that lead to each other
+        is_there = replaced.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, links that lead to each other
         limit = f"the path of a regular file ({error})"
         raise InvalidArgumentError("target", str(target), limit) from None
-    if replaced.exists() and not replaced.is_file():
+    if is_there and not replaced.is_file():
         raise InvalidArgumentError("target", str(target), "the path of a regular file")
     if not replaced.parent.is_dir():
         raise InvalidArgumentError("target", str(target), "in a directory that exists")
-    if replaced.exists() and replaced.samefile(source):
+    if is_there and replaced.samefile(source):
         raise InvalidArgumentError("target", str(target), "another file than the source")
     return replaced

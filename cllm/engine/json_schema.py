@@ -93,6 +93,7 @@ SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
 N_KINDS_MAX = 20_000  # schemas of one document that are split into kinds of objects or arrays
 MAX_SAID = 80  # characters of a keyword or a pattern in errors and logs
 N_IGNORED_MAX = 100
+IRREGULAR = "a pattern cannot look around, or back"
 # Patterns of `patternProperties` in one document: each is searched in each key.
 N_PATTERNS_MAX = 100
 N_COMPARED_MAX = 200  # kinds of the parts of `oneOf` that are compared with each other
@@ -453,7 +454,7 @@ class SchemaDocument:
             elif keyword in CLOSED_INSIDE:
                 kept[keyword] = _mapped(value, keyword, close)
             elif keyword == "pattern" and isinstance(value, str) and is_irregular(value):
-                self.cannot(f"pattern: {value}", "a pattern cannot look around, or back")
+                self.cannot(f"pattern: {value}", IRREGULAR)
             elif keyword == "pattern" and isinstance(value, str):
                 kept[keyword] = with_escapes(value)
             elif keyword in ENFORCED or keyword == "pattern":
@@ -496,7 +497,7 @@ class SchemaDocument:
     def _with_patterns(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the schema without `patternProperties` if a pattern is irregular, so with any further keys."""
         for pattern in filter(is_irregular, _mapping(schema.get("patternProperties"))):
-            self.cannot(f"patternProperties: {pattern}", "a pattern cannot look around, or back")
+            self.cannot(f"patternProperties: {pattern}", IRREGULAR)
             return {
                 key: value
                 for key, value in schema.items()

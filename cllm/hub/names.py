@@ -25,10 +25,8 @@ _QUANT = re.compile(
 N_TOLD = 20  # names in a message
 PROJECTOR = "mmproj"
 # What the names of other files than models have in them, as in llama.cpp's `gguf_filename_is_model`.
-_NO_MODELS, _DRAFTERS = (
-    re.compile(rf"{PROJECTOR}|imatrix", re.I),
-    re.compile("mtp-|eagle3-|dflash-|dspark-"),
-)
+_NO_MODELS = re.compile(rf"{PROJECTOR}|imatrix", re.I)
+_DRAFTERS = re.compile("mtp-|eagle3-|dflash-|dspark-")
 # The preferred types of projectors: all CPUs and GPUs compute F16 fast.
 _PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
