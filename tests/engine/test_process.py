@@ -411,6 +411,20 @@ async def test_a_request_that_comes_while_no_process_can_be_started_is_answered(
 LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True}
 
 
+async def kill_for_good(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End the engine's process, and wait until another one could not be started; it is not tried again for long."""
+    has_failed = threading.Event()
+
+    def spawned() -> spawn.Spawned:
+        has_failed.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(engine_process, "RETRY_S", (600.0,))
+    monkeypatch.setattr(spawn, "spawned", spawned)
+    send(engine, signal.SIGKILL)
+    await anyio.to_thread.run_sync(has_failed.wait, 30)
+
+
 async def check_that_limits_are_kept(engine: Engine) -> None:
     """Call deadlines, cancels and a drain while no process serves."""
     with anyio.fail_after(30):
@@ -428,21 +442,12 @@ async def check_that_limits_are_kept(engine: Engine) -> None:
 async def test_limits_are_kept_while_no_process_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    has_failed = threading.Event()
-
-    def spawned() -> spawn.Spawned:
-        has_failed.set()
-        raise OSError(errno.EMFILE, "too many open files")
-
     async with (
         Engine(pooling="mean", **EXACT) as engine,
         engine.stream(PROMPT, **LONG) as stream,
     ):
         first = await anext(stream)
-        monkeypatch.setattr(engine_process, "RETRY_S", (600.0,))
-        monkeypatch.setattr(spawn, "spawned", spawned)
-        send(engine, signal.SIGKILL)
-        await anyio.to_thread.run_sync(has_failed.wait, 30)
+        await kill_for_good(engine, monkeypatch)
         await check_that_limits_are_kept(engine)
         with anyio.fail_after(30):
             await engine.drain(0.05)
@@ -503,7 +508,7 @@ async def test_limits_are_kept_while_the_process_stands_still() -> None:
 async def test_a_reset_of_the_prefix_cache_that_meets_a_crash_is_done_by_the_next_process(
     tmp_path: Path, *, is_late: bool
 ) -> None:
-    """It comes before the engine knows of the crash, or after."""
+    """The reset comes before the engine knows of the crash, or after."""
     options = {**EXACT, "prefix_cache_dir": tmp_path}
     prompt = "one two three " * 20
     async with Engine(**options) as engine:
@@ -701,18 +706,9 @@ async def test_closing_cancels_requests_whose_constraints_are_being_compiled() -
 async def test_closing_while_no_process_serves_cancels_requests_and_keeps_their_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    has_failed = threading.Event()
-
-    def spawned() -> spawn.Spawned:
-        has_failed.set()
-        raise OSError(errno.EMFILE, "too many open files")
-
     async with Engine(pooling="mean", **EXACT) as engine, engine.stream(PROMPT, **LONG) as stream:
         first = await anext(stream)
-        monkeypatch.setattr(engine_process, "RETRY_S", (600.0,))
-        monkeypatch.setattr(spawn, "spawned", spawned)
-        send(engine, signal.SIGKILL)
-        await anyio.to_thread.run_sync(has_failed.wait, 30)
+        await kill_for_good(engine, monkeypatch)
         async with engine.stream(PROMPT) as other, anyio.create_task_group() as tasks:
             tasks.start_soon(_expect_cancelled, engine.embed(["text"]))
             with anyio.fail_after(30):

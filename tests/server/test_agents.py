@@ -654,7 +654,7 @@ async def test_the_last_effort_of_anthropics_messages_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def unknown(engine: Engine) -> None:
-        """What the template can do."""
+        """Return None: the abilities of the template are unknown."""
 
     monkeypatch.setattr(FakeEngine, "template_abilities", unknown)
     efforts = [system(BRIEF, output_config={"effort": each}) for each in ("max", "low")]

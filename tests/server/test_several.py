@@ -287,7 +287,7 @@ async def test_a_load_that_fails_is_not_repeated_by_requests_that_waited(loads: 
 
 
 async def test_a_lack_of_room_is_no_failure_of_a_load() -> None:
-    """What has no room now may have some when its turn comes."""
+    """A model that has no room now may have room when its turn comes."""
     attempts = Attempts(anyio.Lock())
     async with anyio.create_task_group() as tasks:
         is_begun, may_end = anyio.Event(), anyio.Event()

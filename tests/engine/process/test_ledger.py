@@ -341,7 +341,8 @@ def test_a_request_that_waits_for_a_trial_ends_at_its_deadline() -> None:
     assert ended.completion.finish_reason is FinishReason.CANCELLED
 
 
-def test_a_suspect_that_has_ended_is_not_tried_though_another_request_has_its_id() -> None:
+def with_two_suspects() -> tuple[Ledger, list[Command]]:
+    """Return a ledger of two requests that were underway in two crashes, and the commands for the next process."""
     ledger = Ledger()
     ledger.on_ready()
     for number in (1, 2):
@@ -349,6 +350,11 @@ def test_a_suspect_that_has_ended_is_not_tried_though_another_request_has_its_id
     for _ in range(2):
         ledger.on_crash(CRASH, Underway(("r1", "r2")), 1.0)
         given = ledger.on_ready()
+    return ledger, given
+
+
+def test_a_suspect_that_has_ended_is_not_tried_though_another_request_has_its_id() -> None:
+    ledger, given = with_two_suspects()
     assert serials(given) == [1]
     ledger.command(CancelRequest("r2"))
     assert len(ledger.expire(1.0)) == 1
@@ -362,13 +368,7 @@ def test_a_suspect_that_has_ended_is_not_tried_though_another_request_has_its_id
 
 
 def test_a_request_that_is_cancelled_while_it_is_recalled_is_not_counted_here() -> None:
-    ledger = Ledger()
-    ledger.on_ready()
-    for number in (1, 2):
-        ledger.command(AddRequest(request(number)))
-    for _ in range(2):
-        ledger.on_crash(CRASH, Underway(("r1", "r2")), 1.0)
-        ledger.on_ready()
+    ledger, _ = with_two_suspects()
     _, commands = ledger.events([Progressed("r1", TokenDelta("a", (7,)))], 1.0)
     assert commands == [CancelRequest("r1")]
     ledger.command(CancelRequest("r1"))

@@ -272,7 +272,7 @@ async def test_forgetting_the_prefix_cache_removes_its_files(tmp_path: Path) -> 
 async def test_forgetting_the_prefix_cache_ends_when_its_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that they are gone even if the process is killed directly after the call."""
+    """A process that is killed directly after the call leaves no file."""
     await use(tmp_path, [KNOWN])
     may_remove = threading.Event()
     remove = PrefixFiles._remove
