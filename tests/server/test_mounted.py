@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from cllm import Engine, EngineConfig, PromptTooLongError, TemplateAbilities
 from cllm.server import create_app
@@ -95,6 +96,27 @@ async def test_what_is_open_without_a_key_is_open_wherever_it_is_mounted() -> No
         headers = {"Authorization": "Bearer right"}
         answer = await client.post("/llm/generate", json=QUESTION, headers=headers)
         assert answer.json()["text"] == "2"
+
+
+@pytest.mark.anyio
+async def test_middleware_around_the_application_sees_each_part_of_a_stream() -> None:
+    """The application's own middleware sees only the first message and the last."""
+    async with FakeEngine() as engine:
+        app, seen = create_app(engine), list[bytes]()
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            async def watching(message: Message) -> None:
+                seen.append(message.get("body", b""))
+                await send(message)
+
+            await mounted(app)(scope, receive, watching)
+
+        transport = httpx.ASGITransport(watched)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            asked = {"prompt": "hello", "stream": True}
+            answer = await client.post("/llm/v1/completions", json=asked)
+    assert b"".join(seen) == answer.content
+    assert len(seen) > len("hello")
 
 
 @pytest.mark.anyio

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.server.config import ServerConfig, is_loopback
 from cllm.server.http.api_keys import ApiKey, KeyRing
 from cllm.server.http.problems import RETRY_AFTER_S, Problem, overflow, route_path
+from cllm.server.http.replies import DIRECT_SEND
 
 SMALL_BYTES = 1 << 20  # a larger body counts towards `LARGE_BYTES`
 LARGE_BYTES = 1 << 29  # of all large bodies of open requests
@@ -204,7 +205,10 @@ class _Body:
 
 
 class HeadAsGet:
-    """ASGI middleware: answers a HEAD request with the headers of the answer to GET."""
+    """ASGI middleware: answers a HEAD request with the headers of the answer to GET.
+
+    It passes its own `send` on in the scope of other requests: see `DIRECT_SEND`.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -212,6 +216,7 @@ class HeadAsGet:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
+            scope.setdefault(DIRECT_SEND, send)
             await self._app(scope, receive, send)
             return
 

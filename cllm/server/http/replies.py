@@ -25,6 +25,9 @@ EVENTS_TYPE = b"text/event-stream; charset=utf-8"
 LINES_TYPE = b"application/x-ndjson"
 DONE = "[DONE]"
 PING = b": ping\n\n"
+# Key of a scope: the `send` outside the application's middleware.  That looks only at the first message of an answer
+# and at the last, and would delay each part between them.
+DIRECT_SEND = "cllm.send"
 # Levels of an answer that are encoded in pieces: choices, their log probabilities, their tokens.
 DEPTH = 5
 N_AT_ONCE = 64  # items of a list that are encoded in one call
@@ -56,6 +59,7 @@ class Writer:
         self._scope = scope
         self._receive = receive
         self._send_message = send
+        self._send_part: Send = scope.get(DIRECT_SEND, send)
         self.is_streaming: bool = False
         self.has_left: bool = False
         self._begun = anyio.Event()
@@ -104,7 +108,8 @@ class Writer:
 
     async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
         """Send one event, with a name if there is one; lines of JSON have no names."""
-        await self.begin()
+        if not self.is_streaming:
+            await self.begin()
         await self._body(self._framed(value, name))
 
     def _framed(self, value: Mapping[str, Any] | str, name: str | None) -> bytes:
@@ -133,8 +138,9 @@ class Writer:
         await self._body(b"", more=False)
 
     async def _send(self, message: Message) -> None:
+        send = self._send_part if message.get("more_body") else self._send_message
         try:
-            await self._send_message(message)
+            await send(message)
         except OSError:
             self.has_left = True
             raise
@@ -248,15 +254,20 @@ class Reply(Response):
             except OSError:
                 tasks.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(leave_with_the_client)
-            if self._ping_interval_s:
-                tasks.start_soon(ping)
+        async def produce() -> None:
+            nonlocal failure
             try:
                 await self._produce(writer)
             except Exception as error:
                 failure = error
             tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leave_with_the_client)
+            if self._ping_interval_s:
+                tasks.start_soon(ping)
+            # In a task of its own: a token resumes only its coroutines, and not those of all middleware.
+            tasks.start_soon(produce)
         if failure is not None and not writer.has_left:
             await _tell(failure, writer)
 
