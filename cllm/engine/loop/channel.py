@@ -12,7 +12,7 @@ import anyio.lowlevel
 
 from cllm.engine.chat.chat_tokenizer import AnswerFormat
 from cllm.engine.core.commands import CancelRequest, Finished, Read
-from cllm.engine.loop.loop_guard import LoopGuard
+from cllm.engine.loop.loop_guard import LoopGuard, Waiter
 from cllm.engine.loop.output_channels import OutputChannels
 from cllm.engine.loop.request_call import RequestCall
 from cllm.engine.media import MediaInput
@@ -144,7 +144,7 @@ class Channel:
         self._n_told_at_once = max(1, capacity // 2)
         self._n_read = 0
         self._deltas = deque(() if continuation is None else continuation.unread)
-        self._waiter: anyio.Event | None = None
+        self._waiter: Waiter | None = None
         self._loop_guard = loop_guard
         self._is_taken = False  # another channel continues it: its last delta is dropped
         self._state: SequenceState | None = None
@@ -236,7 +236,7 @@ class Channel:
             self._is_taken = True
             self._inbox.put(CancelRequest(self.request_id, saves_state))
         while not self.is_finished:
-            self._waiter = self._loop_guard.event()
+            self._waiter = self._loop_guard.waiter()
             try:
                 await self._waiter.wait()
             finally:
@@ -357,7 +357,7 @@ class Channel:
             if self._waiter is not None:
                 raise anyio.BusyResourceError("reading from")
             self._loop_guard.check()
-            self._waiter = self._loop_guard.event()
+            self._waiter = self._loop_guard.waiter()
             try:
                 await self._waiter.wait()
             finally:

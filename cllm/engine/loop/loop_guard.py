@@ -7,11 +7,40 @@ from __future__ import annotations
 
 import asyncio
 from threading import get_ident
+from typing import Protocol
 
 import anyio
 from anyio.lowlevel import current_token
 
 from cllm.errors import WrongThreadError
+
+
+class Waiter(Protocol):
+    """Event that one task waits for, once."""
+
+    def set(self) -> None:
+        """Wake the task."""
+
+    async def wait(self) -> None:
+        """Wait until it is set."""
+
+
+class FutureWaiter:
+    """`Waiter` of asyncio: a future, at a fifth of the calls of `anyio.Event`."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._future: asyncio.Future[None] = loop.create_future()
+
+    def set(self) -> None:
+        """See `Waiter`."""
+        if not self._future.done():  # its task may have been cancelled
+            self._future.set_result(None)
+
+    async def wait(self) -> None:
+        """See `Waiter`."""
+        await self._future
 
 
 class LoopGuard:
@@ -24,6 +53,11 @@ class LoopGuard:
         self._asyncio_loop = loop if isinstance(loop, asyncio.AbstractEventLoop) else None
         # `anyio.Event()` asks each time which loop is running: microseconds for every token.
         self._event_type = type(anyio.Event())
+
+    def waiter(self) -> Waiter:
+        """Return a new waiter for one task of this loop."""
+        loop = self._asyncio_loop
+        return self._event_type() if loop is None else FutureWaiter(loop)
 
     def check(self) -> None:
         """Refuse callers from another thread or another event loop.
@@ -41,10 +75,6 @@ class LoopGuard:
             return  # no event loop runs here: the caller cannot wait, and so cannot hang
         if not is_home:
             raise WrongThreadError("the engine was entered in another event loop than this one")
-
-    def event(self) -> anyio.Event:
-        """Return a new event for the tasks of this loop."""
-        return self._event_type()
 
     def check_thread(self) -> None:
         """Raise `WrongThreadError` in another thread; much faster than `check`, which looks at the loop too."""

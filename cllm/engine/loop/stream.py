@@ -132,7 +132,7 @@ class TokenStream:
 
     async def __anext__(self) -> TokenDelta:
         self._check_not_continuing()
-        channel = await self._submit()
+        channel = self._channel or await self._submit()
         if self._is_closed:  # perhaps while it was submitted
             if self._has_ended:
                 raise StopAsyncIteration

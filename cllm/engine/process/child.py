@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
@@ -30,9 +30,11 @@ from cllm.engine.core.commands import (
     CancelRequest,
     Command,
     Event,
+    Progressed,
     Read,
     Shutdown,
 )
+from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.file_content import FileContent
 from cllm.engine.llama.backend import LlamaBackend
 from cllm.engine.plain_values import of_plain
@@ -56,6 +58,9 @@ from cllm.engine.thread.worker_thread import WorkerThreads, start_thread
 from cllm.system import disable_core_files
 
 BEAT_S = 0.5
+# With tokens alone, statistics are sent at most once in this time, unless the numbers of requests have changed: they
+# take longer than the token of a stream.
+STATISTICS_S = 0.1
 
 
 class ToParent:
@@ -72,13 +77,15 @@ class ToParent:
         self._states: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_states, name="cllm-states", daemon=True)
         self._sender.start()
+        self._counted_at, self._n_requests = 0.0, (0, 0, 0)
         self.thread: InferenceThread | None = None
 
     def post(self, events: list[Event]) -> bool:
         """See `Outbox`."""
-        statistics = None if self.thread is None else self.thread.statistics
+        has_tokens_only = all(type(event) is Progressed for event in events)
         is_sent = self._send(
-            encode_events([e for e in events if not has_large_state(e)], statistics)
+            events if has_tokens_only else [e for e in events if not has_large_state(e)],
+            STATISTICS_S if has_tokens_only else 0.0,
         )
         for event in filter(has_large_state, events):  # the ends of requests, after their tokens
             self._states.put(encode_events([event]))
@@ -91,10 +98,24 @@ class ToParent:
 
     def tell(self, told: FromChild) -> None:
         """Send a report that is none of the engine's events."""
-        self._send(encode_events([told]))
+        self._send([told])
 
-    def _send(self, frame: Frame) -> bool:
-        return self._send_together(packets(frame, is_bulky=False))
+    def _statistics(self, age_s: float) -> EngineStatistics | None:
+        """Return the statistics of the engine; None if they were sent less than `age_s` seconds ago."""
+        if self.thread is None:
+            return None
+        now, n_requests = time.perf_counter(), self.thread.n_requests
+        if now - self._counted_at < age_s and n_requests == self._n_requests:
+            return None
+        self._counted_at, self._n_requests = now, n_requests
+        return self.thread.statistics
+
+    def _send(self, told: Sequence[FromChild], age_s: float = 0.0) -> bool:
+        return self._send_together(self._packets(told, age_s))
+
+    def _packets(self, told: Sequence[FromChild], age_s: float) -> Iterator[bytes]:
+        """Yield the packets of a frame.  With the lock: no later frame has earlier statistics."""
+        yield from packets(encode_events(told, self._statistics(age_s)), is_bulky=False)
 
     def _send_states(self) -> None:
         while (frame := self._states.get()) is not None:

@@ -436,9 +436,10 @@ class EngineProcess(EngineHost):
                 )
             if events := [event for told in heard if (event := self._hear(process, told))]:
                 told, commands = self._ledger.events(events, time.perf_counter())
-                process.send(commands)
+                if commands:
+                    process.send(commands)
                 told_on += told
-        if any(map(_is_further, told_on)):
+        if self._n_in_vain and any(map(_is_further, told_on)):
             self._n_in_vain = 0
         return told_on
 

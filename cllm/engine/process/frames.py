@@ -89,17 +89,18 @@ class FrameReader:
             raise
         except OSError:
             n_bytes = 0
-        return list(self.add(self._received[:n_bytes])) if n_bytes else None
+        return self.add(self._received[:n_bytes]) if n_bytes else None
 
-    def add(self, data: bytes | memoryview) -> Iterator[Frame]:
-        """Add bytes, and yield the frames that they complete."""
+    def add(self, data: bytes | memoryview) -> list[Frame]:
+        """Add bytes, and return the frames that they complete."""
+        frames: list[Frame] = []
         view = memoryview(data)
         while True:
             if (n_bytes := _HEADER.size - len(self._header)) > 0:
-                self._header += bytes(view[:n_bytes])
+                self._header += view[:n_bytes]
                 view = view[n_bytes:]
                 if len(self._header) < _HEADER.size:
-                    return
+                    return frames
                 self._n_missing = _HEADER.unpack(self._header)[1]
             flags = self._header[0]
             lane = self._lanes[bool(flags & _IS_BULKY)]
@@ -107,11 +108,13 @@ class FrameReader:
             self._n_missing -= n_bytes
             view = view[n_bytes:]
             if self._n_missing:
-                return
+                return frames
             self._header = b""
             if flags & _ENDS_PART:
                 lane.parts.append(lane.part.getvalue())
                 lane.part = io.BytesIO()
             if flags & _ENDS_FRAME:
-                yield tuple(lane.parts)
+                frames.append(tuple(lane.parts))
                 lane.parts.clear()
+            if not view:
+                return frames

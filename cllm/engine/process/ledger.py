@@ -382,7 +382,7 @@ class Ledger:
                     told.append(event)
                 case _:
                     told.append(event)
-        return told, [*commands, *self._ask()]
+        return told, commands + self._ask() if self._questions else commands
 
     def _whole(self, known: OpenCall, event: Finished | Embedded, now: float) -> Event:
         """Return the last event, with a completion of the output from all processes."""

@@ -100,6 +100,16 @@ class InferenceThread(EngineHost):
         return EngineStatistics() if recorder is None else EngineStatistics.of(recorder)
 
     @property
+    def n_requests(self) -> tuple[int, int, int]:
+        """Numbers of waiting, running and paused requests after the last tick.  Any thread."""
+        recorder = self._recorder
+        return (
+            (0, 0, 0)
+            if recorder is None
+            else (recorder.n_waiting, recorder.n_running, recorder.n_paused)
+        )
+
+    @property
     def heartbeat_age_s(self) -> float:
         """See `EngineHost`."""
         busy_since = self._busy_since
@@ -252,8 +262,7 @@ class InferenceThread(EngineHost):
             self._linger.on_ends(n_ended, started)
             is_late = bool(self._held)  # a decode would have posted them: this tick had none
             self._held += events
-            decodes_next = core.decodes_next and not self._has_texts
-            if is_late or not decodes_next or not all(map(_is_progress, events)):
+            if is_late or not self._can_wait(core, events):
                 self._post_held()
             if self._trace is not None:
                 self._trace.on_tick(core, events, self._busy_since)
@@ -269,6 +278,11 @@ class InferenceThread(EngineHost):
                 return
             if is_last:
                 return
+
+    def _can_wait(self, core: EngineCore, events: list[Event]) -> bool:
+        """Return True if events are posted when the next decode begins: see `_post_held`."""
+        decodes_next = not self._config.process and core.decodes_next and not self._has_texts
+        return decodes_next and all(map(_is_progress, events))
 
     @property
     def _has_texts(self) -> bool:
@@ -306,7 +320,8 @@ class InferenceThread(EngineHost):
         """Post the held events to the event loop.
 
         Tokens of running requests are posted when the next decode begins.  The event loop then works while
-        llama.cpp computes, and does not compete with this thread for the GIL.
+        llama.cpp computes, and does not compete with this thread for the GIL.  An event loop in another process
+        gets them at once: it works while this thread plans the next tick, on a processor that no decode needs then.
         """
         if self._held:
             held, self._held = self._held, []

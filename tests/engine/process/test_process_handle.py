@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import pytest
 
@@ -19,12 +20,14 @@ from cllm.engine.core.commands import (
     Read,
     Shutdown,
 )
+from cllm.engine.core.statistics import EngineStatistics
 from cllm.engine.media import MediaInput
 from cllm.engine.output import TokenDelta
+from cllm.engine.process import child
 from cllm.engine.process.child import ToParent
 from cllm.engine.process.frames import MAX_PACKET, FrameReader
 from cllm.engine.process.handle import MAX_SENT, CommandSender, ProcessHandle
-from cllm.engine.process.wire import FromChild, decode_commands, decode_events
+from cllm.engine.process.wire import Beat, FromChild, decode_commands, decode_events
 from cllm.engine.request import GenerationRequest, SequenceState
 from cllm.engine.sampling_params import SamplingParams
 from tests.engine.process.test_wire import COMPLETION
@@ -201,4 +204,38 @@ def test_tokens_overtake_the_kv_state_of_another_request() -> None:
                 arrived += decode_events(frame)[0]
             post.join(0.02 if post.is_alive() else None)  # a packet a time until the token is sent
         assert arrived == [last, token, *ends]
+        sender.close()
+
+
+class Counted:
+    """What `ToParent` reads of an inference thread."""
+
+    statistics = EngineStatistics(n_ticks=4)
+    n_requests = (0, 1, 0)
+
+
+def test_tokens_have_statistics_once_in_a_while_and_everything_else_has_them_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(child, "STATISTICS_S", 3600.0)
+    token = Progressed("a", TokenDelta("x", (1,)))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, reader = ToParent(ours), FrameReader()
+        sender.thread = thread = Counted()  # type: ignore[assignment]
+
+        def has_statistics(send: Callable[[], object]) -> bool:
+            send()
+            (frame,) = reader.receive(theirs) or []
+            return decode_events(frame)[1] == thread.statistics
+
+        assert has_statistics(partial(sender.post, [token]))
+        assert not has_statistics(partial(sender.post, [token]))
+        assert has_statistics(partial(sender.post, [Finished("b", TokenDelta("", ()), COMPLETION)]))
+        assert has_statistics(partial(sender.tell, Beat(0.0, 0.0)))
+        assert not has_statistics(partial(sender.post, [token]))
+        thread.n_requests = (1, 1, 0)
+        assert has_statistics(partial(sender.post, [token]))
+        monkeypatch.setattr(child, "STATISTICS_S", 0.0)
+        assert has_statistics(partial(sender.post, [token]))
         sender.close()
