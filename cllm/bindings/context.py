@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,9 @@ class Context(Memory, LoraContext):
         self._images: dict[int, int] = {}
         self._n_output_rows: int = 0
         self._decoded = False
+        # The last view of the logits, and what it shows: their address and number of rows.
+        self._view: NDArray[np.float32] = np.empty((0, self.n_vocab), np.float32)
+        self._view_of = (0, 0)
 
     # --- Decoding ----------------------------------------------------------------------------
     def decode(self, batch: Batch | EmbeddingBatch) -> Logits:
@@ -357,7 +361,11 @@ class Context(Memory, LoraContext):
             raise LlamaCallError(
                 "llama_get_logits", 0, "returned NULL for an output row after a successful decode"
             )
-        return np.ctypeslib.as_array(data, shape=(n_rows, self.n_vocab))
+        place = ctypes.addressof(data.contents), n_rows
+        if self._view_of != place:  # a new view takes as long as the rest of a decode's calls
+            self._view_of = place
+            self._view = np.ctypeslib.as_array(data, shape=(n_rows, self.n_vocab))
+        return self._view
 
     def check_output_row(self, row: int) -> int:
         """Return `row`; raise `StaleLogitsError` or `InvalidArgumentError` if this batch row has no logits."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,11 +47,12 @@ class Output(NamedTuple):
         return self.drafts[self.n_accepted : self.n_accepted + 1] == (token,)
 
 
-@contextmanager
-def _excluded(outputs: list[Output], logits: NDArray[np.float32]) -> Iterator[None]:
-    """Set the logits of excluded tokens to -inf inside the block, for the first token of each request.
+def _exclude(
+    outputs: list[Output], logits: NDArray[np.float32]
+) -> list[tuple[NDArray[np.float32], list[int], NDArray[np.float32]]]:
+    """Set the logits of excluded tokens to -inf, for the first token of each request.
 
-    Log probabilities are read after the block, and so include these tokens.
+    Return the rows, tokens and logits: log probabilities are read from the logits as they were.
     """
     hidden = []
     for output in outputs:
@@ -61,9 +61,7 @@ def _excluded(outputs: list[Output], logits: NDArray[np.float32]) -> Iterator[No
             tokens, row = list(sequence.request.excluded), logits[output.row]
             hidden.append((row, tokens, row[tokens]))
             row[tokens] = -np.inf
-    yield
-    for row, tokens, values in hidden:
-        row[tokens] = values
+    return hidden
 
 
 class OutputProcessor:
@@ -127,10 +125,12 @@ class OutputProcessor:
         while outputs:
             started = self._clock()
             n_handovers = self._sampler.n_gil_handovers
-            with _excluded(outputs, logits):
-                tokens = self._sampler.sample(
-                    logits, [o.row for o in outputs], [o.sequence.sampler for o in outputs]
-                )
+            hidden = _exclude(outputs, logits)
+            tokens = self._sampler.sample(
+                logits, [o.row for o in outputs], [o.sequence.sampler for o in outputs]
+            )
+            for row, excluded, values in hidden:
+                row[excluded] = values
             self._recorder.n_gil_handovers += self._sampler.n_gil_handovers - n_handovers
             sampled = self._clock()
             self._recorder.sample_s += sampled - started

@@ -89,6 +89,8 @@ class Interrupter:
             self._cancelled.discard(request_id)
 
     def _consider(self) -> None:
+        if not self._cancelled:
+            return
         n_lost = sum(self._n_rows.get(request_id, 0) for request_id in self._cancelled)
         n_wanted = sum(self._n_rows.values()) - n_lost
         is_alone = n_wanted == 0

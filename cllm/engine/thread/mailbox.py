@@ -66,11 +66,9 @@ class Inbox:
                 commands.append(self._queue.get(timeout=timeout))
             except queue.Empty:
                 return commands
-        while True:
-            try:
-                commands.append(self._queue.get_nowait())
-            except queue.Empty:
-                return commands
+        while not self._queue.empty():  # no other thread takes any
+            commands.append(self._queue.get_nowait())
+        return commands
 
     def drain_requests(self, n_requests: int, until: float) -> list[Command]:
         """Remove and return all commands, after a wait for `n_requests` new requests.

@@ -112,11 +112,10 @@ class ProcessorReader:
 
 def _system_times(start: str) -> dict[str, list[int]]:
     """Return the numbers of the lines of `/proc/stat` whose names begin with `start`."""
-    return {
-        name: [int(value) for value in values]
-        for name, *values in map(str.split, (PROC / "stat").read_text().splitlines())
-        if name.startswith(start)
-    }
+    # Another line has a number for each interrupt of the system: only the wanted ones are split.
+    lines = (PROC / "stat").read_text().splitlines()
+    wanted = (line.split() for line in lines if line.startswith(start))
+    return {name: [int(value) for value in values] for name, *values in wanted}
 
 
 def _n_runnable() -> int:
