@@ -128,7 +128,7 @@ class LlamaChain:
 
     def choose(self, ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
         """Choose one of the candidates, without accepting it.  `ids` and `logits` have the same length."""
-        largest = float(logits.max(initial=-math.inf))
+        largest = float(np.maximum.reduce(logits, initial=-math.inf))
         return self._decide(Candidates(ids, logits, self._memory.of_all), largest)
 
     def choose_from_row(self, row: NDArray[np.float32], banned: NDArray[np.integer]) -> int:

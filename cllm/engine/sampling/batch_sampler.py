@@ -138,7 +138,7 @@ class BatchSampler:
                     refused.append(index)
             except Exception as error:
                 results[index] = error
-        for index, mask in self._masks(refused, samplers):
+        for index, mask in self._masks(refused, samplers) if refused else ():
             sampler = samplers[index]
             assert sampler is not None
             results[index] = (

@@ -114,8 +114,7 @@ class RowSampler:
         else:
             ids = _union(ids, touched)
             ids = ids[allowed[ids]]
-        if len(banned):
-            ids = np.setdiff1d(ids, banned, assume_unique=True)
+        ids = without(ids, banned)
         try:
             return self._chain.choose(ids, scan.row[ids])
         except InvalidArgumentError:
@@ -161,7 +160,7 @@ class RowSampler:
         ids = scan.at_least(1 + n_changed)
         if ids is None:
             return None
-        unchanged = np.setdiff1d(ids, np.concatenate([touched, banned]), assume_unique=True)
+        unchanged = without(without(ids, touched), banned)
         return scan.above(float(scan.row[unchanged].max()) - self._below)
 
 
@@ -180,6 +179,18 @@ def _union(a: NDArray[Ids], b: NDArray[np.int32]) -> NDArray[Ids]:
     is_first = np.ones(len(both), np.bool_)
     np.not_equal(both[1:], both[:-1], out=is_first[1:])
     return both[is_first]
+
+
+def without(ids: NDArray[Ids], excluded: NDArray[np.int32]) -> NDArray[Ids]:
+    """Return `ids` without `excluded`; each is ascending and distinct, and so is the result."""
+    # `numpy.setdiff1d` takes 25 calls, in every row.
+    places, ends = ids.searchsorted(excluded), ids.searchsorted(excluded, side="right")
+    found = places[places != ends]
+    if not len(found):
+        return ids
+    is_kept = np.ones(len(ids), np.bool_)
+    is_kept[found] = False
+    return ids[is_kept]
 
 
 class _Recent:

@@ -46,9 +46,9 @@ class RowScan:
         """Read a row, and return its largest value; NaN if it contains NaN."""
         self.row = row
         np.maximum.reduce(self._folded, axis=0, out=self._maxima)
-        self.largest = float(self._maxima.max())
+        self.largest = float(np.maximum.reduce(self._maxima))
         if self._n_folded < self.n_vocab:
-            rest = row[self._n_folded :].max()
+            rest = np.maximum.reduce(row[self._n_folded :])
             self.largest = float(np.maximum(self.largest, rest))  # a NaN on either side stays
         return self.largest
 

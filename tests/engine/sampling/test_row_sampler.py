@@ -21,7 +21,7 @@ from cllm.engine.constraint import Mask
 from cllm.engine.llama.sampler import LlamaChain, SamplerFactory
 from cllm.engine.request import GenerationRequest
 from cllm.engine.sampling.batch_sampler import N_HANDOVERS_OF_A_SCAN, BatchSampler, NotFiniteError
-from cllm.engine.sampling.row_sampler import RowSampler, n_below, n_largest
+from cllm.engine.sampling.row_sampler import RowSampler, n_below, n_largest, without
 from cllm.engine.sampling.row_scan import RowScan
 from cllm.engine.sampling_params import SAMPLERS, SamplingParams
 from tests.conftest import examples
@@ -427,3 +427,11 @@ def test_penalties_count_the_prompt_as_the_request_says_whatever_dry_does(
     with closing(sampler):
         (token,) = BatchSampler(N_VOCAB).sample(row[None], [0], [sampler])
     assert token == (98 if penalize_prompt else 97)
+
+
+@given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
+def test_ids_without_others_are_the_difference_of_the_sets(
+    ids: set[int], excluded: set[int]
+) -> None:
+    left = without(np.array(sorted(ids), np.intp), np.array(sorted(excluded), np.int32))
+    assert left.tolist() == sorted(ids - excluded)
