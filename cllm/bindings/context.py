@@ -242,7 +242,7 @@ class Context(Memory, LoraContext):
         self._images: dict[int, int] = {}
         self._n_output_rows: int = 0
         self._decoded = False
-        # The last view of the logits, and what it shows: their address and number of rows.
+        # The last view of the logits, with their address and number of rows.
         self._view: NDArray[np.float32] = np.empty((0, self.n_vocab), np.float32)
         self._view_of = (0, 0)
 
@@ -362,10 +362,10 @@ class Context(Memory, LoraContext):
                 "llama_get_logits", 0, "returned NULL for an output row after a successful decode"
             )
         place = ctypes.addressof(data.contents), n_rows
-        if self._view_of != place:  # a new view takes as long as the rest of a decode's calls
+        if self._view_of != place:  # `as_array` takes 0.05 ms
             self._view_of = place
             self._view = np.ctypeslib.as_array(data, shape=(n_rows, self.n_vocab))
-        return self._view
+        return self._view[:]
 
     def check_output_row(self, row: int) -> int:
         """Return `row`; raise `StaleLogitsError` or `InvalidArgumentError` if this batch row has no logits."""

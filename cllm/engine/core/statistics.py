@@ -34,6 +34,8 @@ class TickTimes:
 class EngineStatistics:
     """Counters of an engine, and its state at the end of the last tick.  Immutable; any thread.
 
+    With `process=True`, the counters can be 0.1 s older while tokens are sampled.
+
     Attributes
     ----------
     n_waiting, n_running, n_paused : int

@@ -26,7 +26,7 @@ class Waiter(Protocol):
 
 
 class FutureWaiter:
-    """`Waiter` of asyncio: a future, at a fifth of the calls of `anyio.Event`."""
+    """`Waiter` of asyncio: a future, which needs a fifth of the calls of an `anyio.Event`."""
 
     __slots__ = ("_future",)
 

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cllm.engine.config import N_TEXTS_MAX, EngineConfig
@@ -58,8 +58,8 @@ from cllm.engine.thread.worker_thread import WorkerThreads, start_thread
 from cllm.system import disable_core_files
 
 BEAT_S = 0.5
-# With tokens alone, statistics are sent at most once in this time, unless the numbers of requests have changed: they
-# take longer than the token of a stream.
+# Statistics are sent with tokens at most once in this time, unless a number of requests has changed.  To encode them
+# takes longer than to encode a token.
 STATISTICS_S = 0.1
 
 
@@ -82,11 +82,8 @@ class ToParent:
 
     def post(self, events: list[Event]) -> bool:
         """See `Outbox`."""
-        has_tokens_only = all(type(event) is Progressed for event in events)
-        is_sent = self._send(
-            events if has_tokens_only else [e for e in events if not has_large_state(e)],
-            STATISTICS_S if has_tokens_only else 0.0,
-        )
+        sent = [event for event in events if not has_large_state(event)]
+        is_sent = self._send(encode_events(sent, self._statistics(events)))
         for event in filter(has_large_state, events):  # the ends of requests, after their tokens
             self._states.put(encode_events([event]))
         return is_sent
@@ -98,24 +95,21 @@ class ToParent:
 
     def tell(self, told: FromChild) -> None:
         """Send a report that is none of the engine's events."""
-        self._send([told])
+        self._send(encode_events([told]))
 
-    def _statistics(self, age_s: float) -> EngineStatistics | None:
-        """Return the statistics of the engine; None if they were sent less than `age_s` seconds ago."""
-        if self.thread is None:
+    def _statistics(self, events: Sequence[Event]) -> EngineStatistics | None:
+        """Return the statistics that are sent with these events; None for tokens that follow others soon."""
+        if self.thread is None or (n_requests := self.thread.n_requests) is None:
             return None
-        now, n_requests = time.perf_counter(), self.thread.n_requests
-        if now - self._counted_at < age_s and n_requests == self._n_requests:
+        now, is_soon = time.perf_counter(), n_requests == self._n_requests
+        is_soon = is_soon and now - self._counted_at < STATISTICS_S
+        if is_soon and all(isinstance(event, Progressed) for event in events):
             return None
         self._counted_at, self._n_requests = now, n_requests
         return self.thread.statistics
 
-    def _send(self, told: Sequence[FromChild], age_s: float = 0.0) -> bool:
-        return self._send_together(self._packets(told, age_s))
-
-    def _packets(self, told: Sequence[FromChild], age_s: float) -> Iterator[bytes]:
-        """Yield the packets of a frame.  With the lock: no later frame has earlier statistics."""
-        yield from packets(encode_events(told, self._statistics(age_s)), is_bulky=False)
+    def _send(self, frame: Frame) -> bool:
+        return self._send_together(packets(frame, is_bulky=False))
 
     def _send_states(self) -> None:
         while (frame := self._states.get()) is not None:

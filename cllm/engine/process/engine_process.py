@@ -115,6 +115,7 @@ class EngineProcess(EngineHost):
         self._checked_at, self._n_reads = 0.0, 0  # of `_is_loop_behind`
         self._expired_at = 0.0
         self._base = self._statistics = EngineStatistics()
+        self._n_uncounted = 0  # tokens since the process last sent its statistics
         self._n_in_vain = 0
         self._crashed_at = 0.0
         self._ready_at: float | None = None  # of the present process
@@ -316,8 +317,13 @@ class EngineProcess(EngineHost):
         if told:
             self._n_in_vain = 0
             self._outbox.post(told)
-        n_restarts = self._statistics.n_restarts + 1
-        self._base = self._statistics = replace(self._statistics, n_restarts=n_restarts)
+        told_last = self._statistics
+        self._base = self._statistics = replace(
+            told_last,
+            n_restarts=told_last.n_restarts + 1,
+            n_output_tokens=told_last.n_output_tokens + self._n_uncounted,
+        )
+        self._n_uncounted = 0
         if self._n_in_vain > N_IN_VAIN_MAX:
             raise EngineFailedError(
                 f"its process has ended {self._n_in_vain} times in a row, and {n_open} requests are open: {crash}"
@@ -430,7 +436,10 @@ class EngineProcess(EngineHost):
         told_on: list[Event] = []
         for frame in frames:
             heard, statistics = decode_events(frame)
-            if statistics is not None:
+            if statistics is None:  # what else a frame without them can have is no event
+                self._n_uncounted += sum(isinstance(told, Progressed) for told in heard)
+            else:
+                self._n_uncounted = 0
                 self._statistics = (
                     statistics.plus(self._base) if self._base.n_restarts else statistics
                 )

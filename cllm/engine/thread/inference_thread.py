@@ -100,14 +100,15 @@ class InferenceThread(EngineHost):
         return EngineStatistics() if recorder is None else EngineStatistics.of(recorder)
 
     @property
-    def n_requests(self) -> tuple[int, int, int]:
-        """Numbers of waiting, running and paused requests after the last tick.  Any thread."""
-        recorder = self._recorder
-        return (
-            (0, 0, 0)
-            if recorder is None
-            else (recorder.n_waiting, recorder.n_running, recorder.n_paused)
-        )
+    def n_requests(self) -> tuple[int, int, int] | None:
+        """Numbers of waiting, running and paused requests after the last tick; None before the model is loaded.
+
+        Any thread.
+        """
+        counts = self._recorder
+        if counts is None:
+            return None
+        return counts.n_waiting, counts.n_running, counts.n_paused
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -321,7 +322,7 @@ class InferenceThread(EngineHost):
 
         Tokens of running requests are posted when the next decode begins.  The event loop then works while
         llama.cpp computes, and does not compete with this thread for the GIL.  An event loop in another process
-        gets them at once: it works while this thread plans the next tick, on a processor that no decode needs then.
+        gets them at once.  It works while this thread plans the next tick, when compute threads are idle.
         """
         if self._held:
             held, self._held = self._held, []

@@ -216,8 +216,11 @@ class HeadAsGet:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
-            scope.setdefault(DIRECT_SEND, send)
-            await self._app(scope, receive, send)
+            scope[DIRECT_SEND] = send
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                scope.pop(DIRECT_SEND, None)  # the server's `send` may refer to the scope
             return
 
         is_over = False

@@ -25,8 +25,8 @@ EVENTS_TYPE = b"text/event-stream; charset=utf-8"
 LINES_TYPE = b"application/x-ndjson"
 DONE = "[DONE]"
 PING = b": ping\n\n"
-# Key of a scope: the `send` outside the application's middleware.  That looks only at the first message of an answer
-# and at the last, and would delay each part between them.
+# Key of a scope: the `send` outside the application's middleware.  The middleware looks only at the first and the last
+# message of an answer, and would delay each part between them.
 DIRECT_SEND = "cllm.send"
 # Levels of an answer that are encoded in pieces: choices, their log probabilities, their tokens.
 DEPTH = 5

@@ -208,13 +208,13 @@ def test_tokens_overtake_the_kv_state_of_another_request() -> None:
 
 
 class Counted:
-    """What `ToParent` reads of an inference thread."""
+    """Stand-in for an inference thread: the attributes that `ToParent` reads."""
 
     statistics = EngineStatistics(n_ticks=4)
-    n_requests = (0, 1, 0)
+    n_requests: tuple[int, int, int] | None = None
 
 
-def test_tokens_have_statistics_once_in_a_while_and_everything_else_has_them_at_once(
+def test_statistics_come_with_tokens_after_a_time_and_with_all_other_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(child, "STATISTICS_S", 3600.0)
@@ -229,10 +229,13 @@ def test_tokens_have_statistics_once_in_a_while_and_everything_else_has_them_at_
             (frame,) = reader.receive(theirs) or []
             return decode_events(frame)[1] == thread.statistics
 
+        end = Finished("b", TokenDelta("", ()), COMPLETION)
+        assert not has_statistics(partial(sender.post, [end]))  # no model is loaded
+        thread.n_requests = (0, 1, 0)
         assert has_statistics(partial(sender.post, [token]))
         assert not has_statistics(partial(sender.post, [token]))
-        assert has_statistics(partial(sender.post, [Finished("b", TokenDelta("", ()), COMPLETION)]))
-        assert has_statistics(partial(sender.tell, Beat(0.0, 0.0)))
+        assert has_statistics(partial(sender.post, [end]))
+        assert not has_statistics(partial(sender.tell, Beat(0.0, 0.0)))
         assert not has_statistics(partial(sender.post, [token]))
         thread.n_requests = (1, 1, 0)
         assert has_statistics(partial(sender.post, [token]))

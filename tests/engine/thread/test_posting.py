@@ -1,4 +1,4 @@
-"""When the events of a tick are posted to the event loop."""
+"""The time at which the events of a tick are posted to the event loop."""
 
 from __future__ import annotations
 
