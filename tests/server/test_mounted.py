@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from starlette.middleware.base import RequestResponseEndpoint
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -117,6 +119,19 @@ async def test_middleware_around_the_application_sees_each_part_of_a_stream() ->
             answer = await client.post("/llm/v1/completions", json=asked)
     assert b"".join(seen) == answer.content
     assert len(seen) > len("hello")
+
+
+@pytest.mark.anyio
+async def test_middleware_between_two_applications_sees_the_inner_ones_streams() -> None:
+    async with FakeEngine() as engine:
+        app = create_app(engine)
+        app.mount("/b", GZipMiddleware(create_app(engine), minimum_size=0))
+        async with client_of(app) as client:
+            answer = await client.post(
+                "/b/api/generate", json={"model": "x", "prompt": "hello", "raw": True}
+            )
+    assert answer.headers["content-encoding"] == "gzip"
+    assert "".join(json.loads(line)["response"] for line in answer.iter_lines()) == "hello"
 
 
 @pytest.mark.anyio
