@@ -237,7 +237,7 @@ class InferenceThread(EngineHost):
                 if n_ended:
                     core.rest()
                 self._audit_when_idle(core)
-            commands = self._drain(core, n_ended)
+            commands = self._drain(core, n_ended, is_idle=is_idle)
             self._busy_since = time.perf_counter()
             if is_idle and self._tuner is not None:
                 self._use_threads(core, self._tuner.resume(self._busy_since))
@@ -328,26 +328,27 @@ class InferenceThread(EngineHost):
             held, self._held = self._held, []
             self._is_listened_to = self._outbox.post(held)
 
-    def _drain(self, core: EngineCore, n_ended: int) -> list[Command]:
+    def _drain(self, core: EngineCore, n_ended: int, *, is_idle: bool) -> list[Command]:
         """Return the new commands.
 
         Without work it waits for a command or the next deadline.  After `n_ended` requests have ended it may
         wait a little for the next requests of their clients (`Linger`).
         """
-        linger, now, until = self._linger, time.perf_counter(), core.next_deadline
+        linger, now = self._linger, time.perf_counter()
         for at in self._inbox.take_arrivals():
             linger.on_arrival(at)
         linger.settle(now)
         if self._has_texts:
             return self._inbox.drain(wait=False)
-        if not core.has_work:
-            return self._inbox.drain(wait=True, until=until)
+        if is_idle and not core.has_work:  # an audit may have found work
+            return self._inbox.drain(wait=True, until=core.next_deadline)
         wait_s = 0.0
         if n_ended and core.may_wait:
             wait_s = linger.seconds(n_ended, len(core.queue.running), core.next_tick_s())
         if not wait_s:
             return self._inbox.drain(wait=False)
-        until = now + wait_s if until is None else min(until, now + wait_s)
+        deadline = core.next_deadline
+        until = now + wait_s if deadline is None else min(deadline, now + wait_s)
         commands = self._inbox.drain_requests(n_ended, until)
         linger.on_wait(time.perf_counter() - now)
         return commands
