@@ -101,8 +101,8 @@ class ToParent:
         """Return the statistics that are sent with these events; None for tokens that follow others soon."""
         if self.thread is None or (n_requests := self.thread.n_requests) is None:
             return None
-        now, is_soon = time.perf_counter(), n_requests == self._n_requests
-        is_soon = is_soon and now - self._counted_at < STATISTICS_S
+        now = time.perf_counter()
+        is_soon = n_requests == self._n_requests and now - self._counted_at < STATISTICS_S
         if is_soon and all(isinstance(event, Progressed) for event in events):
             return None
         self._counted_at, self._n_requests = now, n_requests

@@ -436,7 +436,7 @@ class EngineProcess(EngineHost):
         told_on: list[Event] = []
         for frame in frames:
             heard, statistics = decode_events(frame)
-            if statistics is None:  # what else a frame without them can have is no event
+            if statistics is None:
                 self._n_uncounted += sum(isinstance(told, Progressed) for told in heard)
             else:
                 self._n_uncounted = 0

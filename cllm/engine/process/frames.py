@@ -95,12 +95,12 @@ class FrameReader:
         """Add bytes, and return the frames that they complete."""
         frames: list[Frame] = []
         view = memoryview(data)
-        while True:
+        while view:
             if (n_bytes := _HEADER.size - len(self._header)) > 0:
                 self._header += view[:n_bytes]
                 view = view[n_bytes:]
                 if len(self._header) < _HEADER.size:
-                    return frames
+                    break
                 self._n_missing = _HEADER.unpack(self._header)[1]
             flags = self._header[0]
             lane = self._lanes[bool(flags & _IS_BULKY)]
@@ -108,7 +108,7 @@ class FrameReader:
             self._n_missing -= n_bytes
             view = view[n_bytes:]
             if self._n_missing:
-                return frames
+                break
             self._header = b""
             if flags & _ENDS_PART:
                 lane.parts.append(lane.part.getvalue())
@@ -116,5 +116,4 @@ class FrameReader:
             if flags & _ENDS_FRAME:
                 frames.append(tuple(lane.parts))
                 lane.parts.clear()
-            if not view:
-                return frames
+        return frames
