@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.measure import machine
 from benchmarks.side_by_side import plots
 from benchmarks.side_by_side.peers import ROOT, Peers
-from benchmarks.side_by_side.records import XLLAMACPP, Record, Spread
+from benchmarks.side_by_side.records import LIMITS, XLLAMACPP, Record, Spread
 from benchmarks.side_by_side.tables import Table, tables
 from benchmarks.side_by_side.targets import TARGETS, Target, Verdict, judge
 from cllm.bindings import find_library
@@ -125,7 +125,8 @@ def page(
         "Peers took turns on one machine.  A figure is the median of the turns, with the smallest "
         "and the largest in brackets; a ratio is taken within a turn, and then the median of those.",
         "*llama.cpp alone* is the same figure for a program that only computes what the requests need, with "
-        "all of them in step.",
+        "all of them in step.  *bare Python server* is the same figure for a server that does the least that one "
+        "in Python does: an event loop, a thread that decodes, and the most likely token.",
         _about(where),
         "## Targets",
         _summary(verdicts),
@@ -231,13 +232,13 @@ def _target_table(verdicts: Sequence[Verdict]) -> str:
             verdict.target.text,
             _bound(verdict.target),
             judged(verdict),
-            "" if verdict.limit is None else shown(verdict.limit),
+            *(shown(limit) if (limit := verdict.limits.get(p)) else "" for p in LIMITS),
             str(verdict.measured.n_turns) if verdict.measured else "",
             _word(verdict),
         ]
         for verdict in verdicts
     ]
-    return markdown(["", "what", "bound", "measured", "llama.cpp alone", "turns", ""], rows)
+    return markdown(["", "what", "bound", "measured", *LIMITS, "turns", ""], rows)
 
 
 def _explanations(verdicts: Sequence[Verdict], notes: Mapping[str, str]) -> list[str]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.side_by_side.records import (
+    ALONE,
+    BARE_SERVER,
     BATCHED_BENCH,
     CLLM,
     CLLM_PROCESS,
@@ -61,6 +63,8 @@ def find(environ: Mapping[str, str] = os.environ) -> Peers:
         CLLM_PROCESS: "",
         CLLM_SERVE: "",
         CLLM_SERVE_THREAD: "",
+        ALONE: "",
+        BARE_SERVER: "",
         BATCHED_BENCH: _why_not_built(found, BATCHED_BENCH),
         LLAMA_SERVER: _why_not_built(found, LLAMA_SERVER),
         LLAMA_CPP_PYTHON: _why_not_run(found, "-c", "import llama_cpp"),

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.side_by_side.records import (
     ALONE,
+    BARE_SERVER,
     BATCHED_BENCH,
     CLLM,
     CLLM_EMBEDDED,
@@ -41,6 +42,7 @@ COLOURS = {
     LLAMA_CPP_PYTHON: "#009e73",
     XLLAMACPP: "#cc79a7",
     ALONE: "#000000",
+    BARE_SERVER: "#cc79a7",
 }
 # Larger markers for peers with a single point, which would be hidden below others.
 MARKERS = {LLAMA_CPP_PYTHON: ("D", 8), XLLAMACPP: ("s", 8)}

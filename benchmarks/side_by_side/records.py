@@ -26,6 +26,9 @@ LLAMA_CPP_PYTHON = "llama-cpp-python Llama"
 XLLAMACPP = "xllamacpp"
 # No server: only the computation that the same requests need (`bare_loop`).
 ALONE = "llama.cpp alone"
+# A server in Python that does the least (`bare_server`).
+BARE_SERVER = "bare Python server"
+LIMITS = (ALONE, BARE_SERVER)
 
 
 @dataclass(frozen=True)

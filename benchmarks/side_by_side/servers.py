@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from benchmarks.side_by_side.peers import Peers
 from benchmarks.side_by_side.records import (
+    BARE_SERVER,
     CLLM_SERVE,
     CLLM_SERVE_THREAD,
     LLAMA_SERVER,
@@ -104,6 +106,13 @@ def python_server(setup: Setup, port: int, peers: Peers) -> ServerPeer:
     }
     command = (str(peers.python), str(peers.example_server), "-C", "/dev/stdin")
     return ServerPeer(PYTHON_SERVER, health, "", command, stdin=json.dumps(config))
+
+
+def bare_server(setup: Setup, port: int) -> ServerPeer:
+    """Return the server that does the least, over the library of cllm."""
+    command = (sys.executable, "-m", "benchmarks.side_by_side.bare_server", str(port))
+    stdin = json.dumps(dataclasses.asdict(setup), default=str)
+    return ServerPeer(BARE_SERVER, "/", "", command, stdin=stdin)
 
 
 @contextmanager

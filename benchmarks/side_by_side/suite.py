@@ -34,12 +34,14 @@ from benchmarks.side_by_side.quiet import Quiet
 from benchmarks.side_by_side.raw_loop import raw_decode_rate
 from benchmarks.side_by_side.records import (
     ALONE,
+    BARE_SERVER,
     BATCHED_BENCH,
     CLLM,
     CLLM_EMBEDDED,
     CLLM_PROCESS,
     CLLM_SERVE,
     CLLM_SERVE_THREAD,
+    LIMITS,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
     PYTHON_SERVER,
@@ -70,6 +72,7 @@ from benchmarks.side_by_side.workload import (
 N_PROMPT = 64
 N_TRIES = 2  # number of tries of a turn, if the machine is disturbed
 QUICK_WIDTHS = (1, 8, 32)
+SERVERS = (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER)
 
 Metrics = Mapping[str, float]
 Task = Callable[[], Metrics]
@@ -214,9 +217,8 @@ def measure_g(options: Options) -> Iterator[Record]:
         yield from _decode(options, "g", SMALL_MODEL, width)
     for width in options.widths(SMALL_WIDTHS):
         sizes = http_loop.LoopSizes(width, max(3, 32 // width))
-        peers = (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER)
-        alone = _alone(options, SMALL_MODEL, sizes)
-        yield from _over_http(options, "g", SMALL_MODEL, sizes, http_loop.measure, peers, alone)
+        peers = (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER, *LIMITS)
+        yield from _over_http(options, "g", SMALL_MODEL, sizes, http_loop.measure, peers)
 
 
 def measure_h(options: Options) -> Iterator[Record]:
@@ -253,7 +255,7 @@ def _over_http(
     model: str,
     sizes: Sizes,
     measure: Callable[..., Coroutine[Any, Any, Outcome]],
-    peers: Sequence[str] = (CLLM_SERVE, LLAMA_SERVER, PYTHON_SERVER),
+    peers: Sequence[str] = SERVERS,
     others: Mapping[str, Task] = MappingProxyType({}),
 ) -> Iterator[Record]:
     """Start a new server of each peer for each turn; `others` are tasks without a server."""
@@ -270,19 +272,20 @@ def _over_http(
 
         return run
 
-    tasks = {**available(options, {peer: task(peer) for peer in peers}), **others}
+    def alone() -> Metrics:
+        assert isinstance(sizes, bare_loop.Sizes)
+        return bare_loop.in_a_process(setup, sizes)
+
+    tasks = {peer: alone if peer == ALONE else task(peer) for peer in peers}
+    tasks = {**available(options, tasks), **others}
     yield from in_turns(options, measurement, model, sizes.case, tasks)
-
-
-def _alone(options: Options, model: str, sizes: bare_loop.Sizes) -> dict[str, Task]:
-    """Return the task that only computes what the requests need."""
-    setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
-    return {ALONE: partial(bare_loop.in_a_process, setup, sizes)}
 
 
 def _server(peer: str, setup: Setup, port: int, peers: Peers) -> ServerPeer:
     if peer in (CLLM_SERVE, CLLM_SERVE_THREAD):
         return servers.cllm_serve(setup, port, process=peer == CLLM_SERVE)
+    if peer == BARE_SERVER:
+        return servers.bare_server(setup, port)
     make = servers.llama_server if peer == LLAMA_SERVER else servers.python_server
     return make(setup, port, peers)
 
@@ -292,26 +295,26 @@ def measure_b(options: Options) -> Iterator[Record]:
     for sizes in http_loop.QUICK if options.is_quick else http_loop.FULL:
         is_short = sizes.n_clients <= EQUAL_CLIENTS
         ours = (CLLM_SERVE, CLLM_SERVE_THREAD) if is_short else (CLLM_SERVE,)
-        peers = (*ours, LLAMA_SERVER, PYTHON_SERVER)
-        alone = _alone(options, MODEL, sizes)
-        yield from _over_http(options, "b", MODEL, sizes, http_loop.measure, peers, alone)
+        peers = (*ours, LLAMA_SERVER, PYTHON_SERVER, *LIMITS)
+        yield from _over_http(options, "b", MODEL, sizes, http_loop.measure, peers)
 
 
 def _http_part(
-    letter: str, module: Any, model: str = MODEL, *, has_limit: bool = False
+    letter: str, module: Any, model: str = MODEL, limits: Sequence[str] = ()
 ) -> Callable[[Options], Iterator[Record]]:
     """Return the measurement of a module that has `FULL`, `QUICK` and `measure`.
 
     Parameters
     ----------
-    has_limit : bool
-        True: what llama.cpp alone takes is measured in each turn, too.
+    limits : sequence of str
+        Those of `LIMITS` that are measured in each turn, too.
     """
 
     def measure(options: Options) -> Iterator[Record]:
         for sizes in module.QUICK if options.is_quick else module.FULL:
-            alone = _alone(options, model, sizes) if has_limit else {}
-            yield from _over_http(options, letter, model, sizes, module.measure, others=alone)
+            yield from _over_http(
+                options, letter, model, sizes, module.measure, (*SERVERS, *limits)
+            )
 
     return measure
 
@@ -342,12 +345,12 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "d": _http_part("d", joining),
     "e": _http_part("e", overflow),
     # The small model has short steps, so that a growth with the number of requests is visible.
-    "f": _http_part("f", sequential, SMALL_MODEL, has_limit=True),
+    "f": _http_part("f", sequential, SMALL_MODEL, LIMITS),
     "g": measure_g,
     "h": measure_h,
     "i": measure_i,
     "n": measure_n,
     "r": _http_part("r", real_chats, REAL_MODEL),
-    "v": _http_part("v", embedding, EMBEDDING_MODEL, has_limit=True),
+    "v": _http_part("v", embedding, EMBEDDING_MODEL, (ALONE,)),
     "w": _http_part("w", first_chat, REAL_MODEL),
 }

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.side_by_side.records import (
-    ALONE,
     BATCHED_BENCH,
     CLLM,
     CLLM_EMBEDDED,
     CLLM_PROCESS,
     CLLM_SERVE,
     CLLM_SERVE_THREAD,
+    LIMITS,
     LLAMA_CPP_PYTHON,
     LLAMA_SERVER,
     PYTHON_SERVER,
@@ -27,7 +27,7 @@ from benchmarks.side_by_side.records import (
 # Peers that are measured in the same way.  The first of a family is compared with the others.
 FAMILIES = (
     (CLLM, CLLM_PROCESS, BATCHED_BENCH, LLAMA_CPP_PYTHON, XLLAMACPP),
-    (CLLM_SERVE, CLLM_SERVE_THREAD, CLLM_EMBEDDED, LLAMA_SERVER, PYTHON_SERVER, ALONE),
+    (CLLM_SERVE, CLLM_SERVE_THREAD, CLLM_EMBEDDED, LLAMA_SERVER, PYTHON_SERVER, *LIMITS),
 )
 # Metrics that are shown without ratios of the peers.
 COUNTS = {"n_failed", "tokens_per_event"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -19,12 +19,12 @@ from benchmarks.side_by_side import (
     shared_head,
 )
 from benchmarks.side_by_side.records import (
-    ALONE,
     BATCHED_BENCH,
     CLLM,
     CLLM_EMBEDDED,
     CLLM_SERVE,
     CLLM_SERVE_THREAD,
+    LIMITS,
     LLAMA_SERVER,
     PYTHON_SERVER,
     Record,
@@ -84,14 +84,14 @@ class Verdict:
         None if there are no records.
     is_reached : bool or None
         None if there are no records.
-    limit : Spread or None
-        `measured` of llama.cpp alone; None if it was not measured.
+    limits : mapping
+        `measured` of each of `LIMITS` that has records.
     """
 
     target: Target
     measured: Spread | None
     is_reached: bool | None
-    limit: Spread | None = None
+    limits: Mapping[str, Spread] = field(default_factory=dict)
 
 
 def judge(target: Target, records: Sequence[Record]) -> Verdict:
@@ -108,7 +108,8 @@ def judge(target: Target, records: Sequence[Record]) -> Verdict:
     measured = found(t.peer)
     if measured is None:
         return Verdict(t, None, None)
-    return Verdict(t, measured, t.holds(measured.median), found(ALONE))
+    limits = {peer: limit for peer in LIMITS if (limit := found(peer)) is not None}
+    return Verdict(t, measured, t.holds(measured.median), limits)
 
 
 def sequences(n: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.side_by_side import bare_loop, engine_loop, workload
+from benchmarks.side_by_side import bare_loop, engine_loop, http_load, servers, workload
 from benchmarks.side_by_side.embedding import TextSizes
 from benchmarks.side_by_side.engine_loop import Decoding
 from benchmarks.side_by_side.http_loop import LoopSizes
@@ -188,3 +189,14 @@ def test_the_engine_is_measured_with_every_token_read(
     assert rate.tokens_per_s > 0
     assert rate.outside_us > 0
     assert rate.handovers_per_tick >= 3  # decode, synchronize, argmax
+
+
+def test_the_bare_server_sends_each_token_of_each_client_in_an_event() -> None:
+    setup = Setup(EMBEDDED_MODEL, n_threads=1, n_ctx=512, n_seq_max=2, n_batch=32)
+    bodies = [{"prompt": [5] * 12, "max_tokens": n_output} for n_output in (4, 1, 3)]
+    port = servers.free_port()
+    with servers.running(servers.bare_server(setup, port), port):
+        for _ in range(2):
+            answers = asyncio.run(http_load.ask_together(port, bodies))
+            assert [a.failure for a in answers] == ["", "", ""]
+            assert [(a.n_tokens, a.n_events) for a in answers] == [(4, 4), (1, 1), (3, 3)]
