@@ -28,7 +28,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 class Continuation:
     """State from which a request continues, besides the tokens in its call's `generated`.
 
-    The completion of the request contains the whole output.
+    The completion of the request contains the whole output, but for the tokens that are left out.
 
     Attributes
     ----------
@@ -38,8 +38,11 @@ class Continuation:
         Parser settings for the answer; None: no chat, or they are computed from the chat again.
     earlier : Completion or None
         Completion of the earlier request, with its whole output; None for a fork.
+    n_left_out : int
+        Number of the first tokens of `generated` that the completion leaves out, because the caller of the
+        stream has given them.
     logprobs : tuple of TokenLogprob
-        Log probabilities of `generated`, if requested.
+        Log probabilities of the other tokens of `generated`, if requested.
     unread : tuple of TokenDelta
         Deltas of `generated` that the reader has not received.
     state : SequenceState or None
@@ -53,6 +56,7 @@ class Continuation:
     prompt_token_ids: tuple[int, ...]
     answer: AnswerFormat | None = None
     earlier: Completion | None = None
+    n_left_out: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     unread: tuple[TokenDelta, ...] = ()
     state: SequenceState | None = None
@@ -108,8 +112,8 @@ class Channel:
         Request as the inference thread gets it.
     answer : AnswerFormat or None
         Parser settings for the answer to a chat.
-    told : str
-        Text of the tokens of `call.generated`.
+    told : sequence of str
+        Text of each token of `call.generated`.
     continuation : Continuation or None
         State from which the request continues.
     lease : CancelHandle
@@ -129,7 +133,7 @@ class Channel:
         *,
         answer: AnswerFormat | None = None,
         outputs: OutputChannels | None = None,
-        told: str = "",
+        told: Sequence[str] = (),
         continuation: Continuation | None = None,
     ) -> None:
         self.call = call
@@ -250,13 +254,25 @@ class Channel:
 
     def whole_completion(self) -> Completion:
         """Return the completion, with the tokens that the request continued from."""
-        completion = self.completion
+        completion, n_tokens = self.completion, self.n_left_out
         assert completion is not None
-        if self.continuation is not None or not self.call.generated:
+        if not n_tokens:
             return completion
-        return self._whole(Continuation(self.request.prompt_token_ids), completion)
+        whole = replace(
+            completion,
+            text="".join(self.told[:n_tokens]) + completion.text,
+            token_ids=self.call.generated[:n_tokens] + completion.token_ids,
+            usage=replace(completion.usage, n_output=n_tokens + completion.usage.n_output),
+        )
+        return whole if self._outputs is None else self._outputs.with_left_out(whole)
 
     # --- What goes on from here --------------------------------------------------------------
+    @property
+    def n_left_out(self) -> int:
+        """Number of the first tokens of `call.generated` that the completion leaves out."""
+        before = self.continuation
+        return len(self.call.generated) if before is None else before.n_left_out
+
     @property
     def call_ids(self) -> tuple[str, ...]:
         """Ids that were given to tool calls without ids of their own, also to calls that the reader has not received."""
@@ -265,7 +281,8 @@ class Channel:
     @property
     def text_before(self) -> str:
         """Text of the output before the first delta, as a reader has received it; read it before any delta arrives."""
-        before, told = self.continuation, self.told if self._outputs is None else self._outputs.told
+        before = self.continuation
+        told = "".join(self.told) if self._outputs is None else self._outputs.told
         if before is None:
             return told
         if before.is_finished and before.earlier is not None:
@@ -287,27 +304,37 @@ class Channel:
         InvalidRequestError
         """
         n_top = self.call.params.logprobs
-        if n_top is not None and self.call.generated and self.continuation is None:
+        if n_top is not None and self.n_left_out:
             limit = "left out: log probabilities of the generated tokens were not computed"
             raise InvalidRequestError("logprobs", n_top, limit)
 
     def continued(
-        self, read_ids: Sequence[int], read_logprobs: Sequence[TokenLogprob]
+        self,
+        read_ids: Sequence[int],
+        read_logprobs: Sequence[TokenLogprob],
+        *,
+        is_whole: bool = True,
     ) -> Continuation:
-        """Return the state for a request that continues after the reader's position."""
-        self.check_logprobs()
+        """Return the state for a request that continues after the reader's position.
+
+        Without `is_whole`, its completion leaves out what this one leaves out.
+        """
+        if is_whole:
+            self.check_logprobs()
         logprobs = () if self.continuation is None else self.continuation.logprobs
-        n_given = len(self.position(read_ids)) - len(read_ids)
+        n_given = len(self.position(read_ids)) - len(read_ids) - self.n_left_out
         return Continuation(
             prompt_token_ids=self.request.prompt_token_ids,
             answer=self.answer,
+            n_left_out=0 if is_whole else self.n_left_out,
             logprobs=(*logprobs[:n_given], *read_logprobs),
             media=self.request.media,
         )
 
     def _whole(self, continuation: Continuation, last: Completion) -> Completion:
-        """Return the whole output: `last`, with the tokens that its request continued from."""
-        generated, earlier = self.call.generated, continuation.earlier
+        """Return the output: `last`, with the tokens that its request continued from but for those left out."""
+        n_left_out, earlier = continuation.n_left_out, continuation.earlier
+        generated = self.call.generated[n_left_out:]
         usage = replace(last.usage, n_output=len(generated) + last.usage.n_output)
         timings = last.timings
         if earlier is not None:
@@ -321,7 +348,7 @@ class Channel:
             timings = _joined(earlier.timings, timings, is_same_submission=is_same)
         return replace(
             last,
-            text=self.told + last.text,
+            text="".join(self.told[n_left_out:]) + last.text,
             token_ids=generated + last.token_ids,
             usage=usage,
             timings=timings,

@@ -259,11 +259,12 @@ class InputProcessor:
             call, draft.answer, strips_space=draft.strips_space
         )
         if (answer := draft.answer) is not None:
-            is_whole = draft.continuation is not None
+            before = draft.continuation
+            n_left_out = len(told) if before is None else before.n_left_out
 
             def split() -> OutputChannels:
                 parser = answer.parser(call.ids_seed, call.call_ids)
-                return OutputChannels(parser, told, is_whole=is_whole)
+                return OutputChannels(parser, told, n_left_out)
 
             draft.outputs = await self.texts.run_for(call.generated, split)
             # Ids of calls behind `generated` are dropped.
@@ -326,7 +327,7 @@ class InputProcessor:
             self._stream_buffer,
             answer=answer,
             outputs=draft.outputs,
-            told="".join(draft.told),
+            told=draft.told,
             continuation=continuation,
         )
 

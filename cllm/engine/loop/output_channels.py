@@ -24,8 +24,8 @@ class OutputChannels:
     parser : OutputParser
     told : sequence of str
         Earlier text of the answer, token by token; no delta contains it.
-    is_whole : bool
-        True if the completion contains the earlier text too; otherwise it contains only its calls.
+    n_left_out : int
+        Number of the first tokens of `told` that the completion leaves out, but for their calls.
 
     Attributes
     ----------
@@ -33,25 +33,38 @@ class OutputChannels:
         Content of the earlier text.
     """
 
-    def __init__(
-        self, parser: OutputParser, told: Sequence[str] = (), *, is_whole: bool = False
-    ) -> None:
+    def __init__(self, parser: OutputParser, told: Sequence[str] = (), n_left_out: int = 0) -> None:
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
         self._n_reasoning = 0
-        for text in told:
-            self.split(TokenDelta(text, ONE_TOKEN))
-        self.told: str = "".join(self._content)
+        self._split_all(told[:n_left_out])
+        self._left_out = "".join(self._content), "".join(self._reasoning), self._n_reasoning
+        self._content, self._reasoning, self._n_reasoning = [], [], 0
+        self._split_all(told[n_left_out:])
+        self.told: str = self._left_out[0] + "".join(self._content)
         parser.call_ids.end_told()
-        if not is_whole:
-            self._content, self._reasoning, self._n_reasoning = [], [], 0
 
     @property
     def call_ids(self) -> tuple[str, ...]:
         """Ids that were given to calls, in their order."""
         return tuple(self._parser.call_ids.used)
+
+    def _split_all(self, told: Sequence[str]) -> None:
+        for text in told:
+            self.split(TokenDelta(text, ONE_TOKEN))
+
+    def with_left_out(self, completion: Completion) -> Completion:
+        """Return the completion with the channels of what it leaves out."""
+        content, reasoning, n_reasoning = self._left_out
+        usage = completion.usage
+        return replace(
+            completion,
+            text=content + "".join(self._content),
+            reasoning=reasoning + completion.reasoning,
+            usage=replace(usage, n_reasoning=n_reasoning + usage.n_reasoning),
+        )
 
     def split(self, delta: TokenDelta) -> TokenDelta:
         """Return the delta with its text split into content, reasoning and calls."""

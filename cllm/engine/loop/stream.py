@@ -417,9 +417,9 @@ class TokenStream:
         """Tokens of the output that the reader has received."""
         return self._present.position(self._read_ids)
 
-    def _continuation(self) -> Continuation:
+    def _continuation(self, *, is_whole: bool = True) -> Continuation:
         """Return the state for a request that continues from here."""
-        return self._present.continued(self._read_ids, self._read_logprobs)
+        return self._present.continued(self._read_ids, self._read_logprobs, is_whole=is_whole)
 
     async def _go_on_from(
         self,
@@ -428,12 +428,14 @@ class TokenStream:
         seed: int | None = None,
         excluded: Sequence[int] = (),
         unread: tuple[TokenDelta, ...] = (),
+        is_whole: bool = True,
     ) -> None:
         """Replace the request by one that continues from these tokens, the last of which may be unread.
 
-        With another seed, later calls have other ids, too.  Call it within `_going_on`.
+        With another seed, later calls have other ids, too.  Without `is_whole`, the completion leaves out what
+        that of the replaced request leaves out.  Call it within `_going_on`.
         """
-        channel, continuation = self._present, self._continuation()
+        channel, continuation = self._present, self._continuation(is_whole=is_whole)
         call = channel.call
         call = replace(
             call,
@@ -444,9 +446,10 @@ class TokenStream:
             call = replace(call, seed=seed, ids_seed="", call_ids=channel.call_ids)
         request = channel.request
         coming = tuple(logprob for delta in unread for logprob in delta.logprobs or ())
+        n_known = len(generated) - continuation.n_left_out
         continuation = replace(
             continuation,
-            logprobs=(*continuation.logprobs, *coming)[: len(generated)],
+            logprobs=(*continuation.logprobs, *coming)[:n_known],
             unread=unread,
             submitted_at=request.submitted_at,
             deadline=request.deadline,
@@ -567,7 +570,9 @@ class TokenStream:
         excluded.add(token)
         generated = self._position + tuple(t for delta in kept for t in delta.token_ids)
         with self._going_on():
-            await self._go_on_from(generated, excluded=sorted(excluded), unread=kept)
+            await self._go_on_from(
+                generated, excluded=sorted(excluded), unread=kept, is_whole=False
+            )
 
     def _fail(self, cause: Exception) -> NoReturn:
         """Cancel the request, and raise an error at this step and at every later one."""

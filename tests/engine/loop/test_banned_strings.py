@@ -20,7 +20,7 @@ from cllm import (
     ToolCallDelta,
 )
 from cllm.engine.loop.banned_strings import Ban, BannedStrings
-from cllm.testing import FakeEngine, FakeVocabulary
+from cllm.testing import FakeAnswer, FakeEngine, FakeVocabulary
 from tests.conftest import QUIET
 
 PIECES = ["a", "b", "ab", "ba", "", "aab"]
@@ -134,6 +134,7 @@ async def test_no_banned_string_is_completed_that_begins_in_text_that_was_there(
         if how == "generated":
             async with stream(generated=tuple(b"ab")) as rest:
                 assert "".join([delta.text async for delta in rest]) == "d"
+                assert (await rest.completion()).text == "d"
             return
         async with stream() as first:
             await first.inject("abx" if how == "rewind" else "ab")
@@ -148,6 +149,58 @@ async def test_no_banned_string_is_completed_that_begins_in_text_that_was_there(
                 text = "".join([delta.text async for delta in last])
                 assert (text, (await last.completion()).text) == ("d", "abd")
         assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+@pytest.mark.one_loop
+async def test_a_completion_without_banned_strings_leaves_out_the_given_tokens() -> None:
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "logprobs": 1}
+    async with Engine(n_ctx=1024, **QUIET) as engine:
+        free = await engine.generate("count:11..40", **options)
+        given = free.token_ids[:3]
+        banned = [free.text[9:11], free.text[15:17]]
+        options |= {"generated": given, "banned_strings": banned}
+        stream = engine.stream("count:11..40", **options)
+        deltas = [delta async for delta in stream]
+        rest = await stream.completion()
+        assert not any(string in rest.text for string in banned)
+        assert rest.text == "".join(d.text for d in deltas)
+        assert rest.token_ids == tuple(t for d in deltas for t in d.token_ids)
+        assert rest.logprobs == tuple(each for d in deltas for each in d.logprobs or ())
+        assert rest.usage.n_output == len(rest.token_ids) == len(rest.logprobs)
+        with pytest.raises(InvalidRequestError, match="logprobs"):
+            await stream.rewind(1)
+        assert await engine.audit() == []
+
+
+@pytest.mark.anyio
+@pytest.mark.one_loop
+@pytest.mark.parametrize("n_given", [0, 4, 12, 20])
+async def test_a_chat_without_banned_strings_leaves_out_the_given_channels(n_given: int) -> None:
+    answer = FakeAnswer("It is warm in May.", reasoning="Let me think.")
+    messages = [{"role": "user", "content": "Hello"}]
+    banned: dict[str, Any] = {"banned_strings": ["in"]}
+    async with FakeEngine({"": answer}) as engine:
+        whole = engine.stream_chat(messages)
+        ids = [token for delta in [d async for d in whole] for token in delta.token_ids][:n_given]
+        rest = engine.stream_chat(messages, generated=ids, **banned)
+        deltas = [delta async for delta in rest]
+        ended = await rest.completion()
+        assert ended.text == "".join(d.text for d in deltas)
+        assert ended.reasoning == "".join(d.reasoning for d in deltas)
+        assert ended.usage.n_output == len(ended.token_ids) == sum(len(d.token_ids) for d in deltas)
+        again = engine.stream_chat(messages, generated=ids, **banned)
+        async with again:
+            async for delta in again:
+                if "warm" in delta.text or delta.text.endswith("m"):
+                    break
+            saved = await again.suspend()
+        resumed = engine.resume(saved)
+        later = "".join([delta.text async for delta in resumed])
+        completion = await resumed.completion()
+        assert completion.text.endswith(later)
+        assert completion.token_ids == (*ids, *ended.token_ids)
+        assert completion.reasoning == "Let me think."
 
 
 @pytest.mark.anyio
