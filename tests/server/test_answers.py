@@ -364,7 +364,7 @@ async def test_a_stream_ends_quietly_when_the_rest_of_its_body_is_late() -> None
     late = anyio.Event()
 
     async def produce(writer: Writer) -> None:
-        await writer.event({"frame": 1})
+        await writer.events([(None, {"frame": 1})])
         late.set()
         await anyio.sleep_forever()
 

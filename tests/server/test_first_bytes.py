@@ -116,8 +116,8 @@ async def test_no_keep_alive_comes_after_the_end_of_a_stream() -> None:
         sent.append(message)
 
     async def finish() -> None:
-        await writer.event("last")
-        await writer.close()
+        await writer.events([(None, "last")])
+        await writer.end([])
 
     async def receive() -> Any:
         raise AssertionError
@@ -129,6 +129,15 @@ async def test_no_keep_alive_comes_after_the_end_of_a_stream() -> None:
         await anyio.wait_all_tasks_blocked()
         reads.set()
     assert [message.get("more_body") for message in sent] == [None, True, True, False]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_each_step_of_an_answer_is_one_part_of_its_body(path: str) -> None:
+    """The events before the first token, those of this token, and the last delta with all that follows."""
+    _, *parts = await answered(path, ServerConfig(ping_interval_s=0), lambda _: True)
+    begins = path in ("/v1/responses", "/v1/messages")
+    assert [part["more_body"] for part in parts] == [True] * (1 + begins) + [False]
+    assert b'"H"' in parts[begins]["body"]
 
 
 async def test_what_is_refused_before_it_is_admitted_keeps_its_status() -> None:

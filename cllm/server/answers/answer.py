@@ -113,6 +113,8 @@ def answer(
     problem : callable
         Returns the error response for an exception, with the field names that the client knows.
     """
+    # Events of the last delta of the only stream: they are sent together with those after it.
+    held: list[Event] = []
 
     async def run(writer: Writer) -> Sequence[Completion]:
         has_tokens = set[int]()
@@ -130,16 +132,17 @@ def answer(
                 await send(index, delta)
 
         async def send(index: int, delta: TokenDelta) -> None:
-            for name, event in form.events(index, delta):
-                if is_streamed:
-                    await writer.event(event, name)
+            events = list(form.events(index, delta))
+            if delta.finish_reason is not None and len(streams) == 1:
+                held.extend(events)
+            elif is_streamed:
+                await writer.events(events)
             if form.is_over(index):
                 await streams[index].cancel()
 
         async def on_admitted() -> None:
             await writer.begin()
-            for name, event in form.begin(streams[0].n_prompt):
-                await writer.event(event, name)
+            await writer.events(form.begin(streams[0].n_prompt))
 
         with state.unique(request_id) as engine_id:
             streams = open_streams(engine_id)
@@ -187,9 +190,7 @@ def answer(
                 await writer.json(lambda: form.whole(done), is_long=is_long)
                 return
             last = form.end(done)
-        for name, event in last:
-            await writer.event(event, name)
-        await writer.close()
+        await writer.end([*held, *last])
 
     interval_s = state.config.ping_interval_s
     return Reply(produce, interval_s, form.ping, has_lines=form.has_lines)

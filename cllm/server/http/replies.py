@@ -106,11 +106,15 @@ class Writer:
             event = make()
             await self._body(PING if event is None else self._framed(event[1], event[0]))
 
-    async def event(self, value: Mapping[str, Any] | str, name: str | None = None) -> None:
-        """Send one event, with a name if there is one; lines of JSON have no names."""
-        if not self.is_streaming:
-            await self.begin()
-        await self._body(self._framed(value, name))
+    async def events(self, events: Iterable[Event]) -> None:
+        """Send events in one part, because each part wakes the client; lines of JSON have no names."""
+        if data := self._joined(events):
+            if not self.is_streaming:
+                await self.begin()
+            await self._body(data)
+
+    def _joined(self, events: Iterable[Event]) -> bytes:
+        return b"".join([self._framed(value, name) for name, value in events])
 
     def _framed(self, value: Mapping[str, Any] | str, name: str | None) -> bytes:
         data = value.encode() if isinstance(value, str) else _in_one_line(_dumped(value))
@@ -122,20 +126,14 @@ class Writer:
     async def fail(self, problem: Problem) -> None:
         """Send an error as the last event of the stream, and end it."""
         if self._has_lines:
-            await self.event({"error": str(problem)})
-            await self.close()
+            await self.end([(None, {"error": str(problem)})])
         else:
-            await self.event(problem.body)
-            await self.end()
+            await self.end([(None, problem.body), (None, DONE)])
 
-    async def end(self) -> None:
-        """Send `[DONE]`, as OpenAI does, and end the stream."""
-        await self.event(DONE)
-        await self.close()
-
-    async def close(self) -> None:
-        """End the stream, without another event."""
-        await self._body(b"", more=False)
+    async def end(self, events: Iterable[Event]) -> None:
+        """Send the last events in one part, and end the stream."""
+        await self.begin()
+        await self._body(self._joined(events), more=False)
 
     async def _send(self, message: Message) -> None:
         send = self._send_part if message.get("more_body") else self._send_message

@@ -101,7 +101,7 @@ class Tracing:
         params: SamplingParams,
         started_ns: int,
     ) -> Iterator[Trace | None]:
-        """Yield the span of a request, in the trace that its headers name; None without OpenTelemetry.
+        """Yield the span of a request, in the trace that its headers name; None if no program gets its spans.
 
         The span ends with the block.  An `Exception` of the block becomes its status, a cancellation its finish
         reason.  `started_ns` is the Unix time in nanoseconds.
@@ -109,8 +109,15 @@ class Tracing:
         if self._tracer is None:
             yield None
             return
+        from opentelemetry import trace
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, StatusCode
+
+        if isinstance(self._tracer, trace.ProxyTracer) and isinstance(
+            trace.get_tracer_provider(), trace.ProxyTracerProvider
+        ):  # the program has no provider: its spans would be dropped
+            yield None
+            return
 
         asked: dict[str, Any] = {
             "gen_ai.operation.name": operation,

@@ -175,10 +175,10 @@ async def live(request: Request) -> Response:
             told = state.live.with_history(frame) if is_first else frame
             if "slots" in told:
                 told = told | {"slots": visible_slots(request, told["slots"])}
-            await writer.event(told)
+            await writer.events([(None, told)])
             is_first = False
             with anyio.move_on_after(period_s(frame)):
                 await state.stopping.wait()
-        await writer.close()
+        await writer.end([])
 
     return Reply(produce, state.config.ping_interval_s)

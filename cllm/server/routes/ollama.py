@@ -543,9 +543,9 @@ def pulled(pulls: Pulls, body: OllamaPullBody) -> Response:
         report: dict[str, Any] = {}
         async for report in pulls.reports(name):
             if body.stream:
-                await writer.event(report)
+                await writer.events([(None, report)])
         if body.stream:
-            await writer.close()
+            await writer.end([])
         else:
             last = report
             await writer.json(lambda: last)
