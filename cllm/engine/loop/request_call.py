@@ -349,7 +349,8 @@ def mixed_prompt_of(prompt: object) -> MixedPrompt | None:
         return MixedPrompt((NamedMedia(prompt, "prompt"),))
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return None
-    if not any(isinstance(part, MediaSource) for part in prompt):
+    # The parts of a prompt of token ids, perhaps many, have one type.
+    if not any(issubclass(kind, MediaSource) for kind in set(map(type, prompt))):
         return None
     for part in prompt:
         if not isinstance(part, str | MediaSource):
@@ -365,6 +366,12 @@ def token_ids_of(
         raise InvalidRequestError(field, ids, limit)
     if ids and isinstance(ids[0], str):
         raise InvalidRequestError(field, ids[0], "token ids, or one text that is in no list")
+    if (
+        set(map(type, ids)) <= {int}
+        and min(ids, default=0) >= 0
+        and max(ids, default=0) <= INT32_MAX
+    ):
+        return tuple(ids)  # as fast as possible: there may be many, and the event loop waits
     return tuple(check_int(field, token, 0, INT32_MAX, InvalidRequestError) for token in ids)
 
 
