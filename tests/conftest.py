@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,7 +123,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark one event loop of each `one_loop` test `exhaustive`, and skip `same_process` tests with --over-process."""
+    """Mark what only `make test-exhaustive` runs, and skip `same_process` tests with --over-process.
+
+    These are one event loop of each `one_loop` test, and the other cases of each `sampled` test.
+    """
     on_loops: dict[str, list[pytest.Item]] = {}
     for item in items:
         loop = getattr(getattr(item, "callspec", None), "params", {}).get("anyio_backend")
@@ -131,10 +135,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, twins in on_loops.items():
         if len(twins) == 2:
             twins[zlib.crc32(name.encode()) % 2].add_marker("exhaustive")
+    n_cases = Counter[str]()
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None and _is_full_only(item):
+            test = item.nodeid.partition("[")[0]
+            if n_cases[test] % marker.args[0]:
+                item.add_marker("exhaustive")
+            n_cases[test] += 1
     for item in items if config.getoption("--over-process") else []:
         if (marker := item.get_closest_marker("same_process")) is not None:
             reason = f"needs its engine in this process: {marker.args[0]}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_full_only(item: pytest.Item) -> bool:
+    markers = {marker.name for marker in item.iter_markers()}
+    return "full" in markers and "exhaustive" not in markers
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,6 +73,7 @@ async def tokens_of(engine: Engine, strike: Callable[[], object]) -> list[int]:
 
 
 # --- In a process -------------------------------------------------------------------------------
+@pytest.mark.sampled(3)
 @pytest.mark.anyio
 @pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
@@ -105,6 +106,7 @@ async def test_a_replaced_model_ends_the_engine_and_its_error_names_the_file(mod
             await engine.generate(PROMPT, **ASKED)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.anyio
 @pytest.mark.full
 @pytest.mark.parametrize("change", NO_CHANGES)

@@ -254,6 +254,7 @@ TABLE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("feature", "cell", "anyio_backend"), TABLE)
 async def test_an_image_gives_its_answer(feature: Feature, cell: Cell, tmp_path: Path) -> None:
     expected = await reference(cell)

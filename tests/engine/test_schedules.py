@@ -121,6 +121,7 @@ class Schedule:
         assert len(self.completions) == len(self.requests)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("free_rows")
 @pytest.mark.parametrize("share", [None, 0.6], ids=["no guesses", "guesses"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)

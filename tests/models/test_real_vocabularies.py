@@ -175,6 +175,7 @@ def test_a_text_that_spells_a_control_token_is_text_unless_asked_for(
         assert vocab.tokenize(spelled, add_special=False, parse_special=True) == [token]
 
 
+@pytest.mark.sampled(3)
 def test_what_is_read_of_all_tokens_at_once_is_what_each_token_has(vocab: Vocabulary) -> None:
     tokens = range(vocab.n_tokens)
     assert vocab.pieces(special=True) == [vocab.token_to_piece(t, special=True) for t in tokens]

@@ -24,6 +24,7 @@ NAMES = (
 UNIFIED, EXACT = Cell("unified", "Q8_0"), Cell("deterministic", "Q8_0")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_gives_the_answers_of_alone_in_any_company(name: str) -> None:

@@ -30,6 +30,7 @@ def claim_of(case: Case) -> str:
     return f"{'answers' if case.error is None else 'refuses'} {case.claim}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("index", "case"),
     [

@@ -98,6 +98,7 @@ async def faults(anyio_backend: str) -> AsyncIterator[NativeFaults]:
         yield faults
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("function", "outcome", "anyio_backend"), CASES)
 async def test_a_call_of_libmtmd_that_fails_once_ends_at_most_the_request_with_the_image(
     faults: NativeFaults, function: str, outcome: Outcome

@@ -31,6 +31,7 @@ TRIES = {
 NAMES = [plan.what for plan in PLANS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "plan"), list(enumerate(PLANS)), ids=NAMES)
 def test_an_engine_ends_as_it_should(number: int, plan: Plan) -> None:
     n_tries = TRIES.get(plan.case, 1)

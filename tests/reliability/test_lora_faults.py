@@ -65,6 +65,7 @@ async def answers_of(engine: Engine) -> list[tuple[int, ...] | None]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "outcome"),
     [(function, outcome) for function, outcomes in OUTCOMES.items() for outcome in outcomes],

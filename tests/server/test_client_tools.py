@@ -289,6 +289,7 @@ RESULTS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", some_in_fast(RESULTS))
 async def test_no_result_of_a_tool_is_rejected(name: str) -> None:
     content, said = RESULTS[name]

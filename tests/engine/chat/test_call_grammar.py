@@ -61,6 +61,7 @@ def grammar_of(chat: ChatTokenizer, **options: Any) -> str:
     return answer.grammar
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", FEW_IN_FAST, ids=lambda path: path.stem)
 def test_a_call_that_is_asked_for_may_be_what_the_template_writes(
     path: Any, model: Model, guidance: Guidance
@@ -93,6 +94,7 @@ def is_whole(matcher: Any, model: Model, text: str) -> bool:
     return bool(tokens) and again.try_consume_tokens(tokens) == len(tokens) and again.is_accepting()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", FEW_IN_FAST, ids=lambda path: path.stem)
 def test_a_call_that_is_asked_for_satisfies_any_schema_and_whatever_one_allows_can_be_called(
     path: Path, model: Model, guidance: Guidance
@@ -124,6 +126,7 @@ AWKWARD: list[tuple[Any, list[dict[str, Any]]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", FEW_IN_FAST, ids=lambda path: path.stem)
 def test_long_texts_and_names_of_the_notations_can_be_called(
     path: Path, model: Model, guidance: Guidance
@@ -369,6 +372,7 @@ UNUSUAL: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", FEW_IN_FAST, ids=lambda path: path.stem)
 def test_every_template_writes_a_tool_whatever_its_schema_says(path: Path, model: Model) -> None:
     chat = ChatTokenizer(model.vocab, path.read_text(), None)

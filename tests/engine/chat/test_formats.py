@@ -190,6 +190,7 @@ def read_back(chat: ChatTokenizer, message: Message) -> tuple[str, Channels]:
     return whole[n:], channels_of(answer.parser("x"), [whole[n:]])
 
 
+@pytest.mark.sampled(2)
 @each_template
 @pytest.mark.parametrize("n_calls", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_calls_and_reasoning_that_a_template_writes_are_read_back(

@@ -236,6 +236,7 @@ def refusal_of(source: str) -> InvalidRequestError:
     return caught.value
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.full
 @pytest.mark.parametrize("source", [*ENDLESS.values(), *HUGE.values()], ids=[*ENDLESS, *HUGE])
 def test_a_template_that_wants_too_much_is_refused_or_writes_little(

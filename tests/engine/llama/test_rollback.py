@@ -58,6 +58,7 @@ async def assert_as_scored(path: Path, asked: list[tuple[list[int], Completion]]
             assert found == pytest.approx(score.logprobs, abs=MAX_DIFFERENCE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("n_streams", [1, 3])
 @pytest.mark.parametrize(("name", "layout"), some_in_fast(CASES, len(ARCHITECTURES)))
 async def test_drafts_change_no_token(name: str, layout: str, n_streams: int) -> None:
