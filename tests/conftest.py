@@ -123,10 +123,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what only `make test-exhaustive` runs, and skip `same_process` tests with --over-process.
+    """Mark what only `make test-exhaustive` runs; with --over-process, leave out tests without an engine."""
+    _mark_other_loops(items)
+    _mark_other_cases(items)
+    if config.getoption("--over-process"):
+        has_engine = [item for item in items if _names_engine(item)]
+        config.hook.pytest_deselected(items=[item for item in items if not _names_engine(item)])
+        items[:] = has_engine
+        _skip_same_process(items)
 
-    These are one event loop of each `one_loop` test, and the other cases of each `sampled` test.
-    """
+
+def _mark_other_loops(items: Iterable[pytest.Item]) -> None:
+    """Mark one event loop of each `one_loop` test `exhaustive`."""
     on_loops: dict[str, list[pytest.Item]] = {}
     for item in items:
         loop = getattr(getattr(item, "callspec", None), "params", {}).get("anyio_backend")
@@ -135,22 +143,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, twins in on_loops.items():
         if len(twins) == 2:
             twins[zlib.crc32(name.encode()) % 2].add_marker("exhaustive")
+
+
+def _mark_other_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark cases of `sampled` tests `exhaustive`: all but one in n of those that are marked `full`."""
     n_cases = Counter[str]()
     for item in items:
-        if (marker := item.get_closest_marker("sampled")) is not None and _is_full_only(item):
+        markers = {marker.name: marker for marker in item.iter_markers()}
+        if {"sampled", "full"} <= markers.keys() and "exhaustive" not in markers:
             test = item.nodeid.partition("[")[0]
-            if n_cases[test] % marker.args[0]:
+            if n_cases[test] % markers["sampled"].args[0]:
                 item.add_marker("exhaustive")
             n_cases[test] += 1
-    for item in items if config.getoption("--over-process") else []:
+
+
+def _names_engine(item: pytest.Item) -> bool:
+    module = item.getparent(pytest.Module)
+    return module is not None and "Engine" in vars(module.obj)
+
+
+def _skip_same_process(items: Iterable[pytest.Item]) -> None:
+    for item in items:
         if (marker := item.get_closest_marker("same_process")) is not None:
             reason = f"needs its engine in this process: {marker.args[0]}"
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _is_full_only(item: pytest.Item) -> bool:
-    markers = {marker.name for marker in item.iter_markers()}
-    return "full" in markers and "exhaustive" not in markers
 
 
 @pytest.fixture(scope="session", autouse=True)
