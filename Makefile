@@ -20,7 +20,8 @@ help:
 	@echo "make clients-newest    the same with their newest versions"
 	@echo "make test-real         real models: SmolLM2-135M-Instruct, all-MiniLM-L6-v2; 181 MB, fetched once"
 	@echo "make test-ray          two replicas on Ray Serve, on this machine: three minutes"
-	@echo "make test-exhaustive   the full numbers of docs/reliability.md, and the other event loop of 'one_loop' tests"
+	@echo "make test-exhaustive   the full numbers of docs/reliability.md, the other event loop of 'one_loop' tests, and"
+	@echo "                       the other cases of 'sampled' tests"
 	@echo "make test-archs        every architecture of llama.cpp in every layout: half an hour"
 	@echo "make test-asan   the suites of bindings and engine with sanitizers in libllama"
 	@echo "make test-leaks  a thousand requests under LeakSanitizer: nothing grows"
@@ -127,7 +128,8 @@ test-aarch64:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@tools/test_aarch64.sh
 
-# What both leave out: the full numbers of docs/reliability.md, and the other event loop of `one_loop` tests.
+# What both leave out: the full numbers of docs/reliability.md, the other event loop of `one_loop` tests, and the
+# other cases of `sampled` tests.
 test-exhaustive:
 	@PYTHON=$(PYTHON) tools/setup.sh dev
 	@.venv/bin/python -m pytest -m exhaustive --timeout=1800 $(PYTEST_ARGS)

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import zlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,12 +48,12 @@ def examples(n: int, **given: Any) -> settings:
 
 
 def few_in_fast(values: Iterable[T], is_fast: Callable[[T], bool]) -> list[Any]:
-    """Parameters of a test: all in `make test-full`, in `make test` those that are marked as fast."""
+    """Parameters of a test: in `make test` those that are fast, in `make test-full` the others, too."""
     return [v if is_fast(v) else pytest.param(v, marks=pytest.mark.full) for v in values]
 
 
 def some_in_fast(values: Iterable[T], every: int = 3) -> list[Any]:
-    """Parameters of a test: all in `make test-full`, the first of each `every` in `make test`."""
+    """Parameters of a test: in `make test` the first of each `every`, in `make test-full` the others, too."""
     return [
         pytest.param(
             *(v if isinstance(v, tuple) else (v,)), marks=[pytest.mark.full] * bool(i % every)
@@ -146,15 +145,14 @@ def _mark_other_loops(items: Iterable[pytest.Item]) -> None:
 
 
 def _mark_other_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark cases of `sampled` tests `exhaustive`: all but one in n of those that are marked `full`."""
-    n_cases = Counter[str]()
+    """Mark cases of `sampled` tests `exhaustive`: all but about one in n of those that are marked `full`."""
     for item in items:
         markers = {marker.name: marker for marker in item.iter_markers()}
-        if {"sampled", "full"} <= markers.keys() and "exhaustive" not in markers:
-            test = item.nodeid.partition("[")[0]
-            if n_cases[test] % markers["sampled"].args[0]:
-                item.add_marker("exhaustive")
-            n_cases[test] += 1
+        if not {"sampled", "full"} <= markers.keys() or "exhaustive" in markers:
+            continue
+        # Not each n-th: parameters alternate.
+        if zlib.crc32(item.nodeid.encode()) % markers["sampled"].args[0]:
+            item.add_marker("exhaustive")
 
 
 def _names_engine(item: pytest.Item) -> bool:

@@ -1,7 +1,7 @@
 """The least that a server in Python does: an event loop, a thread that decodes, and the most likely token.
 
-It has no checks, queue, prefix cache, stop strings, metrics or time limits.  What it lacks beside llama-server is
-therefore what the wake-up of an event loop, ctypes and Python's objects cost in each decode.
+It has no checks, queue, prefix cache, stop strings, metrics or time limits.  Its figures beside llama-server's show
+what the event loop, ctypes and Python's objects cost at least.
 `python -m benchmarks.side_by_side.bare_server PORT` reads the settings as JSON.
 """
 
@@ -47,7 +47,7 @@ class Stream:
     n_done: int = 0
 
     def event(self, piece: bytes) -> bytes:
-        """Return the chunk that tells a token; the last one ends the answer."""
+        """Return the events of a token; those of the last token end the answer."""
         text = json.dumps(piece.decode("utf-8", "replace"))
         data = _chunk(f'{{"choices":[{{"index":0,"text":{text},"finish_reason":null}}]}}')
         if self.n_done < self.n_output:
@@ -97,7 +97,7 @@ def decode_for_ever(setup: Setup, inbox: SimpleQueue[Stream], ready: Callable[[]
 
 
 class Connection(asyncio.Protocol):
-    """One client: each request is put into the inbox, and anything but a POST says that the server is ready."""
+    """Connection of one client.  It puts each POST into the inbox, and answers other requests with status 200."""
 
     def __init__(self, inbox: SimpleQueue[Stream]) -> None:
         self._inbox = inbox
@@ -135,7 +135,13 @@ async def serve(setup: Setup, port: int) -> None:
         loop.call_soon_threadsafe(is_ready.set)
         return lambda events: loop.call_soon_threadsafe(write, events)
 
-    threading.Thread(target=decode_for_ever, args=(setup, inbox, ready), daemon=True).start()
+    def decode() -> None:
+        try:
+            decode_for_ever(setup, inbox, ready)
+        finally:
+            loop.call_soon_threadsafe(loop.stop)  # the process ends with the error in its log
+
+    threading.Thread(target=decode, daemon=True).start()
     await is_ready.wait()
     server = await loop.create_server(lambda: Connection(inbox), "127.0.0.1", port)
     await server.serve_forever()

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.engine import media_parts
@@ -27,6 +28,7 @@ from cllm.server.app import create_app
 from cllm.server.config import ServerConfig
 from cllm.server.http.limits import HEADER, REQUEST_ID
 from cllm.server.http.problems import Problem, route_path
+from cllm.server.http.replies import EVENTS_TYPE, LINES_TYPE
 from cllm.server.serving import Server, listen
 from cllm.testing.fake_engine import FakeAnswer, FakeEngine
 from cllm.testing.fake_rules import FakeRule, FakeRules
@@ -37,6 +39,7 @@ QUESTIONS = (
     "/generate", "/completions", "/completion", "/chat/completions", "/responses", "/messages", "/api/chat",
     "/api/generate",
 )  # fmt: skip
+ENDS_OF_EVENTS = {EVENTS_TYPE.decode(): b"\n\n", LINES_TYPE.decode(): b"\n"}
 N_CTX = 16384
 START_S = 30.0
 DRAIN_S = 1.0  # time for streams that are still open when a test has ended
@@ -242,18 +245,27 @@ def _problem_of(rule: FakeRule, status: int) -> Problem:
 
 def _paced(send: Send, rule: FakeRule) -> Send:
     """Return a `send` that delays events as a rule says, and raises `DisconnectedError` where it says so."""
-    n_events = 0
+    n_events, end_of_event = 0, b""  # empty: the answer is not streamed
 
     async def paced(message: Message) -> None:
-        nonlocal n_events
-        if message["type"] == "http.response.body":
-            is_event = message.get("more_body", False)
-            limit = rule.disconnect_after
-            if limit is not None and (n_events >= limit or not (is_event or n_events)):
-                raise DisconnectedError("as a rule says")
-            if is_event:
+        nonlocal n_events, end_of_event
+        limit = rule.disconnect_after
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message["headers"]).get("content-type", "")
+            end_of_event = ENDS_OF_EVENTS.get(kind, b"")
+        elif end_of_event:
+            # One part of a body may have several events.
+            for event in message.get("body", b"").split(end_of_event)[:-1]:
+                if n_events == limit:
+                    raise DisconnectedError("as a rule says")
                 n_events += 1
                 await anyio.sleep(rule.token_s)
+                await send({**message, "body": event + end_of_event, "more_body": True})
+            if message.get("more_body", False):
+                return
+            message = {**message, "body": b""}
+        if message["type"] == "http.response.body" and limit is not None and n_events in (0, limit):
+            raise DisconnectedError("as a rule says")
         await send(message)
 
     return paced

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,6 +162,28 @@ def test_a_failure_is_a_status_without_the_words_of_its_message() -> None:
     assert int(span.status.status_code.value) == Status.STATUS_CODE_ERROR
     assert "secret" not in span.to_json()
     provider.shutdown()
+
+
+def test_a_provider_of_the_program_that_comes_later_gets_the_spans() -> None:
+    """In a process of its own, because a program has one provider for ever."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    program = """
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from cllm import SamplingParams
+        from cllm.server.operation.tracing import Tracing
+
+        def is_traced(tracing):
+            asked = {"operation": "chat", "model": "m", "params": SamplingParams(), "started_ns": 1}
+            with tracing.request("id", {}, **asked) as found:
+                return found is not None and found._span.is_recording()
+
+        tracing = Tracing()
+        assert not is_traced(tracing)
+        trace.set_tracer_provider(TracerProvider())
+        assert is_traced(tracing)
+        """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 def test_nothing_is_traced_unless_it_is_asked_for(server: Server) -> None:

@@ -77,16 +77,24 @@ def test_an_error_comes_as_often_as_a_rule_says(client: openai.OpenAI) -> None:
     assert ask(client, {"role": "user", "content": "Hi"}).choices[0].message.content == "Hello!"
 
 
-@pytest.mark.cllm_server([{"text": "a long answer", "disconnect_after": 3}])
-def test_a_connection_is_closed_in_the_middle_of_an_answer(cllm_server: FakeServer) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    events = []
+@pytest.mark.cllm_server(
+    [
+        {"when": "long", "text": "a long answer", "disconnect_after": 3},
+        {"when": "short", "text": "a", "disconnect_after": 3},
+    ]
+)
+@pytest.mark.parametrize("question", ["long", "short"])
+def test_a_connection_is_closed_after_so_many_events(
+    cllm_server: FakeServer, question: str
+) -> None:
+    asked = {"messages": [{"role": "user", "content": question}], "stream": True}
+    events = list[str]()  # `extend` keeps those before the error
     with (
         pytest.raises(httpx.RemoteProtocolError),
         httpx.stream("POST", f"{cllm_server.base_url}/chat/completions", json=asked) as response,
     ):
-        events += [line for line in response.iter_lines() if line.startswith("data: ")]
-    assert len(events) <= 3
+        events.extend(line for line in response.iter_lines() if line.startswith("data: "))
+    assert len(events) == 3
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.post(f"{cllm_server.base_url}/chat/completions", json={**asked, "stream": False})
 
@@ -101,7 +109,8 @@ def test_an_answer_takes_its_time(cllm_server: FakeServer) -> None:
     assert "abc" in "".join(
         json.loads(x[6:]).get("text", "") for x in text.split("\n\n") if x.startswith("data: {")
     )
-    assert time.perf_counter() - started >= 0.05 + 3 * 0.02  # at least: sleeps are never shorter
+    # At least: sleeps are never shorter.  The end and [DONE] are events, too.
+    assert time.perf_counter() - started >= 0.05 + 5 * 0.02
 
 
 @pytest.mark.cllm_server({"1+1=": "2"})

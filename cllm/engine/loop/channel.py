@@ -37,7 +37,7 @@ class Continuation:
     answer : AnswerFormat or None
         Parser settings for the answer; None: no chat, or they are computed from the chat again.
     earlier : Completion or None
-        Completion of the earlier request, with its whole output; None for a fork.
+        Completion of the earlier request, with its output but for the tokens that are left out; None for a fork.
     n_left_out : int
         Number of the first tokens of `generated` that the completion leaves out, because the caller of the
         stream has given them.
@@ -139,7 +139,8 @@ class Channel:
         self.call = call
         self.request = request
         self.answer = answer
-        self.told = told
+        n_told = len(call.generated) if continuation is None else continuation.n_left_out
+        self._told_left_out, self._told = "".join(told[:n_told]), "".join(told[n_told:])
         self.continuation = continuation
         self._outputs = outputs
         self.lease: CancelHandle = CancelHandle(request.request_id, inbox)
@@ -260,7 +261,7 @@ class Channel:
             return completion
         whole = replace(
             completion,
-            text="".join(self.told[:n_tokens]) + completion.text,
+            text=self._told_left_out + completion.text,
             token_ids=self.call.generated[:n_tokens] + completion.token_ids,
             usage=replace(completion.usage, n_output=n_tokens + completion.usage.n_output),
         )
@@ -282,7 +283,8 @@ class Channel:
     def text_before(self) -> str:
         """Text of the output before the first delta, as a reader has received it; read it before any delta arrives."""
         before = self.continuation
-        told = "".join(self.told) if self._outputs is None else self._outputs.told
+        outputs = self._outputs
+        told = self._told_left_out + self._told if outputs is None else outputs.told
         if before is None:
             return told
         if before.is_finished and before.earlier is not None:
@@ -348,7 +350,7 @@ class Channel:
             timings = _joined(earlier.timings, timings, is_same_submission=is_same)
         return replace(
             last,
-            text="".join(self.told[n_left_out:]) + last.text,
+            text=self._told + last.text,
             token_ids=generated + last.token_ids,
             usage=usage,
             timings=timings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -113,8 +113,8 @@ def answer(
     problem : callable
         Returns the error response for an exception, with the field names that the client knows.
     """
-    # Events of the last delta of the only stream: they are sent together with those after it.
-    held: list[Event] = []
+    # The last delta of the only stream: its events are sent together with those after it.
+    held: list[tuple[int, TokenDelta]] = []
 
     async def run(writer: Writer) -> Sequence[Completion]:
         has_tokens = set[int]()
@@ -132,10 +132,11 @@ def answer(
                 await send(index, delta)
 
         async def send(index: int, delta: TokenDelta) -> None:
+            if is_streamed and delta.finish_reason is not None and len(streams) == 1:
+                held.append((index, delta))
+                return
             events = list(form.events(index, delta))
-            if delta.finish_reason is not None and len(streams) == 1:
-                held.extend(events)
-            elif is_streamed:
+            if is_streamed:
                 await writer.events(events)
             if form.is_over(index):
                 await streams[index].cancel()
@@ -163,6 +164,11 @@ def answer(
         await form.look_up(streams[0], done)
         return done
 
+    def held_events() -> Iterator[Event]:
+        """Yield the events of the held delta, just before they are sent: a keep-alive may have a number, too."""
+        for index, delta in held:
+            yield from form.events(index, delta)
+
     async def produce(writer: Writer) -> None:
         try:
             done = await run(writer)
@@ -180,7 +186,7 @@ def answer(
                 raise failure from error
             if writer.is_streaming:
                 observation.cut_off(failure.status, failure.code)
-            last = form.failed(failure)
+            last = [*held_events(), *form.failed(failure)]
         else:
             if form.is_plain:
                 await writer.whole(str(form.whole(done)).encode(), "text/plain; charset=utf-8")
@@ -189,8 +195,8 @@ def answer(
                 is_long = any(one.logprobs or one.prompt_logprobs for one in done)
                 await writer.json(lambda: form.whole(done), is_long=is_long)
                 return
-            last = form.end(done)
-        await writer.end([*held, *last])
+            last = [*held_events(), *form.end(done)]
+        await writer.end(last)
 
     interval_s = state.config.ping_interval_s
     return Reply(produce, interval_s, form.ping, has_lines=form.has_lines)

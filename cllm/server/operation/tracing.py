@@ -113,9 +113,11 @@ class Tracing:
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind, StatusCode
 
-        if isinstance(self._tracer, trace.ProxyTracer) and isinstance(
-            trace.get_tracer_provider(), trace.ProxyTracerProvider
-        ):  # the program has no provider: its spans would be dropped
+        # A stand-in, while the program has no provider: spans would be dropped.
+        is_stand_in = isinstance(self._tracer, getattr(trace, "ProxyTracer", ()))
+        if is_stand_in and isinstance(
+            trace.get_tracer_provider(), getattr(trace, "ProxyTracerProvider", ())
+        ):
             yield None
             return
 

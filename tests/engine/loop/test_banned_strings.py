@@ -181,26 +181,30 @@ async def test_a_chat_without_banned_strings_leaves_out_the_given_channels(n_giv
     messages = [{"role": "user", "content": "Hello"}]
     banned: dict[str, Any] = {"banned_strings": ["in"]}
     async with FakeEngine({"": answer}) as engine:
-        whole = engine.stream_chat(messages)
-        ids = [token for delta in [d async for d in whole] for token in delta.token_ids][:n_given]
+        given = [delta async for delta in engine.stream_chat(messages)][:n_given]
+        ids = [token for delta in given for token in delta.token_ids]
         rest = engine.stream_chat(messages, generated=ids, **banned)
         deltas = [delta async for delta in rest]
         ended = await rest.completion()
         assert ended.text == "".join(d.text for d in deltas)
         assert ended.reasoning == "".join(d.reasoning for d in deltas)
         assert ended.usage.n_output == len(ended.token_ids) == sum(len(d.token_ids) for d in deltas)
-        again = engine.stream_chat(messages, generated=ids, **banned)
-        async with again:
-            async for delta in again:
-                if "warm" in delta.text or delta.text.endswith("m"):
-                    break
-            saved = await again.suspend()
-        resumed = engine.resume(saved)
-        later = "".join([delta.text async for delta in resumed])
-        completion = await resumed.completion()
-        assert completion.text.endswith(later)
-        assert completion.token_ids == (*ids, *ended.token_ids)
-        assert completion.reasoning == "Let me think."
+        text = "".join(delta.text for delta in given) + ended.text
+        for n_read in (1, len(deltas) - 1):  # before the ban and after it
+            for is_computed in (False, True):
+                again = engine.stream_chat(messages, generated=ids, **banned)
+                async with again:
+                    for _ in range(n_read):
+                        await anext(again)
+                    while is_computed and engine.statistics().n_running:
+                        await anyio.lowlevel.checkpoint()
+                    one, resumed = again.fork(1)[0], engine.resume(await again.suspend())
+                for other in (one, resumed):
+                    completion = await other.completion()
+                    assert completion.token_ids == (*ids, *ended.token_ids)
+                    assert completion.reasoning == "Let me think."
+                    assert completion.text == text
+                    assert completion.usage.n_output == len(completion.token_ids)
 
 
 @pytest.mark.anyio
