@@ -126,9 +126,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_other_loops(items)
     _mark_other_cases(items)
     if config.getoption("--over-process"):
-        has_engine = [item for item in items if _names_engine(item)]
         config.hook.pytest_deselected(items=[item for item in items if not _names_engine(item)])
-        items[:] = has_engine
+        items[:] = filter(_names_engine, items)
         _skip_same_process(items)
 
 

@@ -79,8 +79,7 @@ def measure(work: Work) -> float:
 def _decode(model: Model, work: Work, rounds: list[list[int]]) -> Iterator[None]:
     setup, batch = work.setup, Batch(work.setup.n_batch)
     tokens = [ANY_TOKEN] * max(map(max, rounds))
-    options = {**setup.context_options, "model": model, "n_threads_batch": setup.n_threads}
-    with Context(**options) as context:
+    with Context(**setup.context_options | {"model": model}) as context:
         for lengths in rounds:
             for group in batches(lengths, setup.n_batch):
                 batch.clear()

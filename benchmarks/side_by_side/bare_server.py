@@ -69,8 +69,10 @@ def decode_for_ever(setup: Setup, inbox: SimpleQueue[Stream], ready: Callable[[]
     ready : callable
         Called when the model is loaded; returns what sends the events of a tick.
     """
-    options = {**setup.context_options, "n_threads_batch": setup.n_threads}
-    with Model(setup.model) as model, Context(**{**options, "model": model}) as context:
+    with (
+        Model(setup.model) as model,
+        Context(**setup.context_options | {"model": model}) as context,
+    ):
         send, batch = ready(), Batch(setup.n_batch)
         free, running = list(range(setup.n_seq_max)), dict[int, Stream]()
         while True:

@@ -37,8 +37,8 @@ class Setup:
 
     @property
     def context_options(self) -> dict[str, Any]:
-        """Return the settings by llama.cpp's names, with the model."""
-        options = dataclasses.asdict(self)
+        """Return the settings by llama.cpp's names, with the model; all decodes have the same threads."""
+        options = dataclasses.asdict(self) | {"n_threads_batch": self.n_threads}
         del options["embeds"]
         return options
 
@@ -46,11 +46,7 @@ class Setup:
     def engine_options(self) -> dict[str, Any]:
         """Return the settings as options of `cllm.Engine`."""
         # The others guess no tokens either.
-        return {
-            **self.context_options,
-            "n_threads_batch": self.n_threads,
-            "speculation": None,
-        }
+        return self.context_options | {"speculation": None}
 
 
 def model_path(name: str) -> Path:
