@@ -368,6 +368,7 @@ class Simulator:
                 demand(n_unread <= self.config.stream_buffer, "more deltas than stream_buffer")
                 if request_id not in self.stopped:
                     self._read(request_id)
+        self.core.manager.cells.trim()  # as before the next tick
         if self.is_checked:
             self.check()
         return heard

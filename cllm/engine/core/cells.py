@@ -116,6 +116,7 @@ class Cells:
         """
         kv_cache = self.kv_cache
         if kv_cache.shares_cells:
+            self._find_id()
             return kv_cache.open()
         shared = match.entry if match.leader is None else None
         if shared is not None and match.n_tokens >= MIN_TAKEN_SHARE * len(shared.tokens):
@@ -216,7 +217,7 @@ class Cells:
             return False
         self.truncate(slot, n_tokens)
         self.kv_cache.set_cached(slot, True)
-        self._remember(CachedPrefix(tokens, slot, lora))
+        self.prefixes.add(CachedPrefix(tokens, slot, lora))
         return True
 
     def keep_copy(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> Slot | None:
@@ -226,15 +227,13 @@ class Cells:
         """
         if not self._make_way(tokens, lora):
             return None
-        kv_cache, entries = self.kv_cache, self.prefixes.entries
-        while entries and kv_cache.n_cached_ids >= kv_cache.n_seq_ids - self._n_seq_max:
-            self.evict(entries[0])
-        if not kv_cache.free_ids:
+        kv_cache = self.kv_cache
+        if not self._find_id():
             return None
         kept = kv_cache.open(is_cached=True)
         kept.spans = slot.spans
         self._copy(slot, kept, len(tokens))
-        self._remember(CachedPrefix(tokens, kept, lora))
+        self.prefixes.add(CachedPrefix(tokens, kept, lora))
         return kept
 
     def drop(self, slot: Slot) -> None:
@@ -260,10 +259,11 @@ class Cells:
                 self.evict(entry, saves=False)
         return True
 
-    def _remember(self, entry: CachedPrefix) -> None:
-        self.prefixes.add(entry)
-        while self.kv_cache.n_cached > self._n_tokens_max:
+    def _find_id(self) -> bool:
+        """Return True if a seq_id is free; evict the least recently used prefix if that frees one."""
+        if not self.kv_cache.free_ids and self.prefixes.entries:
             self.evict(self.prefixes.entries[0])
+        return bool(self.kv_cache.free_ids)
 
     def save(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
         """Save the content of a slot in host memory or a file; return None if it is not saved."""
@@ -285,6 +285,17 @@ class Cells:
         n_cells = self.release(entry.slot)
         self._recorder.n_evictions += 1
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
+
+    def trim(self) -> None:
+        """Evict the least recently used prefixes while they hold more seq_ids or cells than they may.
+
+        A new prefix is kept first: the request that it comes from ends without waiting for a copy.
+        """
+        kv_cache, entries = self.kv_cache, self.prefixes.entries
+        # In the per-sequence layout prefixes have the seq_ids that no running sequence needs.
+        n_ids = kv_cache.n_seq_ids - self._n_seq_max * kv_cache.shares_cells
+        while entries and (kv_cache.n_cached_ids > n_ids or kv_cache.n_cached > self._n_tokens_max):
+            self.evict(entries[0])
 
     def retire(self, n_rows: int) -> None:
         """Count rows that were decoded; evict a prefix for which keeping cells has become dearer than evicting it.

@@ -263,6 +263,7 @@ class EngineCore:
 
         Then decode rows of one media chunk, if any is ready: llama.cpp takes no tokens in the same batch.
         """
+        self.manager.cells.trim()
         queue, started = self.queue, self._clock()
         queue.expire(started)
         self._rebuild_if_corrupt()
@@ -280,6 +281,7 @@ class EngineCore:
 
     def rest(self) -> None:
         """Tidy the cells; call it between two ticks, after the events have been taken."""
+        self.manager.cells.trim()
         if not self.queue.running and not self.queue.waiting:
             self.manager.cells.compact()
 

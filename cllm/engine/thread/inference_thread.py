@@ -233,9 +233,9 @@ class InferenceThread(EngineHost):
         n_ended = 0
         while True:
             self._busy_since = None
+            if n_ended:
+                core.rest()
             if is_idle := not core.has_work:
-                if n_ended:
-                    core.rest()
                 self._audit_when_idle(core)
             commands = self._drain(core, n_ended, is_idle=is_idle)
             self._busy_since = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cllm.engine.core import cells
+from cllm.engine.core.commands import Finished
 from tests.engine.core.test_prefix_tiers import MIB, served
 from tests.simulation.reference import endless
 from tests.simulation.simulator import Simulator
@@ -154,3 +155,18 @@ def test_a_prefix_cut_short_is_where_it_was_computed() -> None:
         served(sim, PROMPT * 3 + bytes([letter]))
         sim.core.rest()
         assert is_in_cells(sim, PROMPT[:100])
+
+
+def test_a_request_ends_before_the_prefix_of_another_is_copied_for_its_own() -> None:
+    sim = simulator(prefix_cache_bytes=MIB)
+    for first in range(4):  # as many as the prefix cache has seq_ids
+        served(sim, bytes([first]) + PROMPT[:100])
+    sim.submit(b"\xff" + PROMPT[:100], max_tokens=1)
+    while not (events := sim.core.take_events()):
+        sim.core.tick()
+    assert isinstance(events[0], Finished)
+    assert sim.core.statistics().n_prefix_bytes_host == 0
+    assert sim.kv_cache.n_cached_ids == 5
+    sim.core.rest()
+    assert sim.core.statistics().n_prefix_bytes_host > 0
+    assert sim.kv_cache.n_cached_ids == 4
