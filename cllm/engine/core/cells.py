@@ -33,10 +33,11 @@ MIN_TAKEN_SHARE = 1 / 2
 # A copy shares no cells, so shared cells would be held twice: a sequence or a prefix is copied to
 # host memory for its cells only if this share of them is its own.
 MIN_OWN_SHARE = 0.9
-# In the unified layout each decoded row visits the cells of all sequences, also those that its mask
-# excludes.  After so many rows, a prefix in cells has cost as much as computing it again, or some times as
-# much as a copy to host memory and back, for which all streams have to wait.  Measured on two cores: 17,000
-# to 22,000 and 47 to 60 (SmolLM2-135M), 19,000 to 33,000 and 100 to 177 (layers of Qwen3-0.6B's size).
+# In the unified layout each row visits the cells of all sequences, also those that its mask excludes.  After
+# so many rows, a prefix in cells has cost as much as computing it again, or some times as much as a copy to
+# host memory and back, for which all streams have to wait.  Measured on two cores: 17,000 to 22,000 and 47 to
+# 60 (SmolLM2-135M), 19,000 to 33,000 and 100 to 177 (layers of Qwen3-0.6B's size).  A row of a prompt of 64 to
+# 200 tokens costs 1.5 to 2 times as much as one that decodes.
 N_ROWS_COPY, N_ROWS_COMPUTE = 512, 16_384
 N_VISITED_STEP = 256  # attention visits a multiple of this
 # Prefixes that would be computed again leave the cells only if they hold a small part of those visited.
@@ -287,23 +288,18 @@ class Cells:
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
 
     def trim(self) -> None:
-        """Evict the least recently used prefixes while they hold more seq_ids or cells than they may.
+        """Evict prefixes beyond the limits, and one at most that has become dearer than evicting it.
 
-        A new prefix is kept first: the request that it comes from ends without waiting for a copy.
-        """
-        kv_cache, entries = self.kv_cache, self.prefixes.entries
-        # In the per-sequence layout prefixes have the seq_ids that no running sequence needs.
-        n_ids = kv_cache.n_seq_ids - self._n_seq_max * kv_cache.shares_cells
-        while entries and (kv_cache.n_cached_ids > n_ids or kv_cache.n_cached > self._n_tokens_max):
-            self.evict(entries[0])
-
-    def retire(self, n_rows: int) -> None:
-        """Count rows that were decoded; evict a prefix for which keeping cells has become dearer than evicting it.
-
-        At most one prefix is evicted: a copy to host memory delays all streams.
+        Call it between two ticks, after the events have been taken: no request waits for a copy to host memory
+        before it ends.
         """
         kv_cache, prefixes = self.kv_cache, self.prefixes
-        prefixes.n_rows += n_rows
+        # In the per-sequence layout prefixes have the seq_ids that no running sequence needs.
+        n_ids = kv_cache.n_seq_ids - self._n_seq_max * kv_cache.shares_cells
+        while prefixes.entries and (
+            kv_cache.n_cached_ids > n_ids or kv_cache.n_cached > self._n_tokens_max
+        ):
+            self.evict(prefixes.entries[0])
         if not self._is_visited:
             return
         for entry in prefixes.entries:
@@ -313,7 +309,7 @@ class Cells:
             n_own, n_tokens = kv_cache.n_own(entry.slot), entry.slot.n_computed
             is_copied = n_own >= MIN_OWN_SHARE * n_tokens and self._saved.keeps(n_tokens)
             if n_own and (is_copied or n_since > N_ROWS_COMPUTE):
-                self.evict(entry)
+                self.evict(entry)  # one: a copy delays all streams
                 return
 
     def compact(self) -> None:

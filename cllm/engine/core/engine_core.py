@@ -320,6 +320,7 @@ class EngineCore:
         decoded = self._clock()
         waited_s = began - filled
         recorder.decode_s += decoded - planned - waited_s
+        self.manager.cells.prefixes.n_rows += shape.n_rows
         outputs = self._processor.commit(chunks, logits)
         recorder.count_tick(shape.n_rows, len(outputs))
         self.recovery.on_success()
@@ -339,7 +340,6 @@ class EngineCore:
         # After `observe`: copies are not part of the cost of rows.
         if not self.kv_cache.has_pos_min:
             self.manager.keep_checkpoints(chunks)
-        self.manager.cells.retire(shape.n_decoding)
         return True
 
     def _plan(self, now: float) -> list[Chunk]:

@@ -80,6 +80,16 @@ def test_prefixes_that_share_most_cells_are_not_copied() -> None:
     assert sim.core.statistics().n_prefix_bytes_host == 0
 
 
+@pytest.mark.parametrize("n_rows", [N_ROWS_COPY - 1, N_ROWS_COPY + 1])
+def test_rows_of_prompts_pass_prefixes_too(n_rows: int) -> None:
+    sim = simulator(prefix_cache_bytes=MIB)
+    served(sim, PROMPT)
+    served(sim, b"\xff" * n_rows)  # its token comes from the last row
+    assert is_in_cells(sim, b"\xff"), "no row has passed it"
+    sim.core.rest()
+    assert is_in_cells(sim, PROMPT) == (n_rows < N_ROWS_COPY)
+
+
 def test_a_prefix_that_is_used_stays() -> None:
     sim = simulator(prefix_cache_bytes=MIB)
     for number in range(20):
@@ -108,8 +118,11 @@ def test_the_prefix_of_a_running_request_stays() -> None:
     sim.check_idle()
 
 
-def test_a_prefix_behind_much_that_has_left_moves_to_the_front() -> None:
+def test_a_prefix_behind_much_that_has_left_moves_to_the_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A prefix that was computed beside others makes its requests visit the cells of those others."""
+    monkeypatch.setattr(cells, "N_ROWS_COPY", 16 * N_ROWS_COPY)
     sim = simulator(prefix_cache_bytes=MIB)
     for letter in b"xyz":
         served(sim, bytes([letter]) * 250)
@@ -157,7 +170,10 @@ def test_a_prefix_cut_short_is_where_it_was_computed() -> None:
         assert is_in_cells(sim, PROMPT[:100])
 
 
-def test_a_request_ends_before_the_prefix_of_another_is_copied_for_its_own() -> None:
+def test_a_request_ends_before_the_prefix_of_another_is_copied_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cells, "N_ROWS_COPY", 16 * N_ROWS_COPY)
     sim = simulator(prefix_cache_bytes=MIB)
     for first in range(4):  # as many as the prefix cache has seq_ids
         served(sim, bytes([first]) + PROMPT[:100])
