@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -218,7 +220,7 @@ def measure_g(options: Options) -> Iterator[Record]:
     for width in options.widths(SMALL_WIDTHS):
         sizes = http_loop.LoopSizes(width, max(3, 32 // width))
         peers = (CLLM_SERVE, CLLM_SERVE_THREAD, LLAMA_SERVER, *LIMITS)
-        yield from _over_http(options, "g", SMALL_MODEL, sizes, http_loop.measure, peers)
+        yield from _closed_loop(options, "g", SMALL_MODEL, sizes, peers=peers)
 
 
 def measure_h(options: Options) -> Iterator[Record]:
@@ -257,28 +259,56 @@ def _over_http(
     measure: Callable[..., Coroutine[Any, Any, Outcome]],
     peers: Sequence[str] = SERVERS,
     others: Mapping[str, Task] = MappingProxyType({}),
+    *,
+    keeps_servers: bool = False,
 ) -> Iterator[Record]:
-    """Start a new server of each peer for each turn; `others` are tasks without a server."""
-    setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
+    """Measure servers in turns.
 
-    def task(peer: str) -> Task:
-        def run() -> Metrics:
-            port = servers.free_port()
-            with servers.running(_server(peer, setup, port, options.peers), port):
-                outcome = asyncio.run(measure(port, peer, sizes))
-            for failure in outcome.failures:
-                options.tell(f"{measurement} {sizes.case}: {peer}: {failure}")
-            return outcome.metrics
+    Parameters
+    ----------
+    others : mapping
+        Tasks without a server.
+    keeps_servers : bool
+        True if the servers run for all turns, False if each turn starts new ones.  Turns are close together
+        then, and a machine that gets slower or faster does so for all peers.  `measure` must take a seed.
+    """
+    if not options.measures(sizes.case):
+        return
+    setup, ports, seeds = options.setup(model, sizes.n_ctx, sizes.n_seq_max), {}, itertools.count()
 
-        return run
+    def start(peer: str, owner: ExitStack) -> int:
+        port = servers.free_port()
+        owner.enter_context(servers.running(_server(peer, setup, port, options.peers), port))
+        return port
+
+    def measured(peer: str, port: int, *seed: str) -> Metrics:
+        outcome = asyncio.run(measure(port, peer, sizes, *seed))
+        for failure in outcome.failures:
+            options.tell(f"{measurement} {sizes.case}: {peer}: {failure}")
+        return outcome.metrics
+
+    def in_new_server(peer: str) -> Metrics:
+        with ExitStack() as owner:
+            return measured(peer, start(peer, owner))
+
+    def in_kept_server(peer: str, owner: ExitStack) -> Metrics:
+        if peer not in ports:
+            ports[peer] = start(peer, owner)
+        return measured(peer, ports[peer], f"{next(seeds)}")
 
     def alone() -> Metrics:
         assert isinstance(sizes, bare_loop.Sizes)
         return bare_loop.in_a_process(setup, sizes)
 
-    tasks = {peer: alone if peer == ALONE else task(peer) for peer in peers}
-    tasks = {**available(options, tasks), **others}
-    yield from in_turns(options, measurement, model, sizes.case, tasks)
+    with ExitStack() as owner:
+        kept = partial(in_kept_server, owner=owner)
+        task = kept if keeps_servers else in_new_server
+        tasks = {peer: alone if peer == ALONE else partial(task, peer) for peer in peers}
+        tasks = {**available(options, tasks), **others}
+        yield from in_turns(options, measurement, model, sizes.case, tasks)
+
+
+_closed_loop = partial(_over_http, measure=http_loop.measure, keeps_servers=True)
 
 
 def _server(peer: str, setup: Setup, port: int, peers: Peers) -> ServerPeer:
@@ -296,11 +326,16 @@ def measure_b(options: Options) -> Iterator[Record]:
         is_short = sizes.n_clients <= EQUAL_CLIENTS
         ours = (CLLM_SERVE, CLLM_SERVE_THREAD) if is_short else (CLLM_SERVE,)
         peers = (*ours, LLAMA_SERVER, PYTHON_SERVER, *LIMITS)
-        yield from _over_http(options, "b", MODEL, sizes, http_loop.measure, peers)
+        yield from _closed_loop(options, "b", MODEL, sizes, peers=peers)
 
 
 def _http_part(
-    letter: str, module: Any, model: str = MODEL, limits: Sequence[str] = ()
+    letter: str,
+    module: Any,
+    model: str = MODEL,
+    limits: Sequence[str] = (),
+    *,
+    keeps_servers: bool = False,
 ) -> Callable[[Options], Iterator[Record]]:
     """Return the measurement of a module that has `FULL`, `QUICK` and `measure`.
 
@@ -308,12 +343,20 @@ def _http_part(
     ----------
     limits : sequence of str
         Those of `LIMITS` that are measured in each turn, too.
+    keeps_servers : bool
+        See `_over_http`.
     """
 
     def measure(options: Options) -> Iterator[Record]:
         for sizes in module.QUICK if options.is_quick else module.FULL:
             yield from _over_http(
-                options, letter, model, sizes, module.measure, (*SERVERS, *limits)
+                options,
+                letter,
+                model,
+                sizes,
+                module.measure,
+                (*SERVERS, *limits),
+                keeps_servers=keeps_servers,
             )
 
     return measure
@@ -351,6 +394,6 @@ MEASUREMENTS: Mapping[str, Callable[[Options], Iterator[Record]]] = {
     "i": measure_i,
     "n": measure_n,
     "r": _http_part("r", real_chats, REAL_MODEL),
-    "v": _http_part("v", embedding, EMBEDDING_MODEL, (ALONE,)),
+    "v": _http_part("v", embedding, EMBEDDING_MODEL, (ALONE,), keeps_servers=True),
     "w": _http_part("w", first_chat, REAL_MODEL),
 }
