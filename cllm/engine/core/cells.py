@@ -117,7 +117,7 @@ class Cells:
         """
         kv_cache = self.kv_cache
         if kv_cache.shares_cells:
-            self._find_id()
+            self._find_id(spared=match.source)
             return kv_cache.open()
         shared = match.entry if match.leader is None else None
         if shared is not None and match.n_tokens >= MIN_TAKEN_SHARE * len(shared.tokens):
@@ -260,10 +260,11 @@ class Cells:
                 self.evict(entry, saves=False)
         return True
 
-    def _find_id(self) -> bool:
-        """Return True if a seq_id is free; evict the least recently used prefix if that frees one."""
-        if not self.kv_cache.free_ids and self.prefixes.entries:
-            self.evict(self.prefixes.entries[0])
+    def _find_id(self, spared: Slot | None = None) -> bool:
+        """Return True if a seq_id is free; if none is, evict the oldest prefix that is not in the slot `spared`."""
+        entry = next((entry for entry in self.prefixes.entries if entry.slot is not spared), None)
+        if not self.kv_cache.free_ids and entry is not None:
+            self.evict(entry)
         return bool(self.kv_cache.free_ids)
 
     def save(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
@@ -294,15 +295,15 @@ class Cells:
         before it ends.
         """
         kv_cache, prefixes = self.kv_cache, self.prefixes
+        if self.fault is not None:  # the context is recreated, without prefixes
+            return
         # In the per-sequence layout prefixes have the seq_ids that no running sequence needs.
         n_ids = kv_cache.n_seq_ids - self._n_seq_max * kv_cache.shares_cells
         while prefixes.entries and (
             kv_cache.n_cached_ids > n_ids or kv_cache.n_cached > self._n_tokens_max
         ):
             self.evict(prefixes.entries[0])
-        if not self._is_visited:
-            return
-        for entry in prefixes.entries:
+        for entry in prefixes.entries if self._is_visited else ():
             n_since = prefixes.n_rows_since(entry)
             if n_since <= N_ROWS_COPY:
                 continue

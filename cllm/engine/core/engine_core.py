@@ -263,9 +263,10 @@ class EngineCore:
 
         Then decode rows of one media chunk, if any is ready: llama.cpp takes no tokens in the same batch.
         """
+        queue = self.queue
+        queue.expire(self._clock())
         self.manager.cells.trim()
-        queue, started = self.queue, self._clock()
-        queue.expire(started)
+        started = self._clock()
         self._rebuild_if_corrupt()
         queue.admit(started)
         queue.make_room(self._n_rows_max, started)

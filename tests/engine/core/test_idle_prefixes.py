@@ -186,3 +186,26 @@ def test_a_request_ends_before_the_prefix_of_another_is_copied_for_its_own(
     sim.core.rest()
     assert sim.core.statistics().n_prefix_bytes_host > 0
     assert sim.kv_cache.n_cached_ids == 4
+
+
+def test_a_seq_id_for_a_request_is_never_that_of_the_prefix_it_shares() -> None:
+    sim = simulator(prefix_cache_bytes=0)
+    for first in range(4):  # as many as the prefix cache has seq_ids; the first is the oldest
+        served(sim, bytes([first]) * 20)
+    for first in range(4, 7):
+        sim.submit(bytes([first]) * 20, max_tokens=20)
+    sim.tick(2)
+    cells_of_sim, running = sim.core.manager.cells, sim.core.queue.running
+    slot = running[0].placement.slot
+    assert slot is not None
+    # As for a sequence that is preempted between two ticks' trims: no seq_id is left.
+    tokens = running[0].token_array()[: slot.n_computed].copy()
+    assert cells_of_sim.keep_copy(slot, tokens, running[0].request.lora) is not None
+    assert not sim.kv_cache.free_ids
+    newcomer = sim.submit(bytes([0]) * 20 + b"!", max_tokens=2)
+    sim.core.queue.admit(sim.now)
+    assert not is_in_cells(sim, bytes([1]) * 20), "the oldest but the one that is shared"
+    sim.run()
+    assert sim.finished[newcomer].completion.usage.n_cached == 20
+    sim.check_outcomes()
+    sim.check_idle()
