@@ -17,8 +17,9 @@ _make_bytes.restype, _make_bytes.argtypes = ctypes.py_object, (ctypes.c_void_p, 
 def new_bytes(n_bytes: int) -> tuple[bytes, int]:
     """Return uninitialized bytes and their address.  Fill them before any other code sees them.
 
-    No huge pages are asked for.  A virtual machine can give free memory back to its host, in pieces of the size
-    of a huge page; taking one again is slow: 109 MB took 0.35 s in huge pages, and 0.12 s in small ones.
+    No huge pages are asked for.  What they cost depends on the machine: 164 MiB once took 0.02 s in huge pages and
+    0.5 s in small ones.  Other virtual machines give free memory back to their host, in pieces of that size: 109 MB
+    take 0.35 s in huge pages and 0.12 s in small ones, and what is computed next is slower.
     """
     made: bytes = _make_bytes(None, n_bytes)
     return made, address_of(made)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -269,12 +270,12 @@ def _over_http(
     others : mapping
         Tasks without a server.
     keeps_servers : bool
-        True if the servers run for all turns, False if each turn starts new ones.  Turns are close together
-        then, and a machine that gets slower or faster does so for all peers.  `measure` must take a seed.
+        False: each turn starts new servers.  True: they run for all turns, which take seconds, so that a machine
+        that gets slower or faster does so for all peers of a turn.  `measure` must take a seed.
     """
-    if not options.measures(sizes.case):
-        return
-    setup, ports, seeds = options.setup(model, sizes.n_ctx, sizes.n_seq_max), {}, itertools.count()
+    setup = options.setup(model, sizes.n_ctx, sizes.n_seq_max)
+    # Of each peer: the same requests in the same turn.
+    ports, seeds = dict[str, int](), defaultdict[str, Iterator[int]](itertools.count)
 
     def start(peer: str, owner: ExitStack) -> int:
         port = servers.free_port()
@@ -292,9 +293,14 @@ def _over_http(
             return measured(peer, start(peer, owner))
 
     def in_kept_server(peer: str, owner: ExitStack) -> Metrics:
+        seed = f"{next(seeds[peer])}"
         if peer not in ports:
             ports[peer] = start(peer, owner)
-        return measured(peer, ports[peer], f"{next(seeds)}")
+        try:
+            return measured(peer, ports[peer], seed)
+        except Exception:
+            del ports[peer]  # it may have died: the next turn starts another
+            raise
 
     def alone() -> Metrics:
         assert isinstance(sizes, bare_loop.Sizes)

@@ -313,7 +313,7 @@ class EngineConfig:
     prefix_cache_tokens : int, optional
         KV cells for the prefixes of finished requests; by default all that no request needs.  The least
         recently used prefix is evicted when a request needs its cells.  In the unified layout prefixes also leave
-        when 512 rows have been decoded since their last use; see `docs/internals/kv-cache.md`.
+        when 512 rows have been computed since their last use; see `docs/internals/kv-cache.md`.
     prefix_cache_bytes : int, optional
         Bytes of host memory for preempted requests, and for prefixes that have left the KV cells; by default
         a quarter of what is free, 8 GiB at most.  A state is restored from there if that is faster than

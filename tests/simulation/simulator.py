@@ -323,7 +323,19 @@ class Simulator:
             if self.encoder.jobs:  # one chunk in the time of a tick
                 self.core.handle(self.encoder.next())
             heard = self.hear()
+            self.trim()
         return heard
+
+    def trim(self) -> None:
+        """Let the prefixes go that are too many after a tick, and check the limits."""
+        kv_cache, cells = self.kv_cache, self.core.manager.cells
+        cells.trim()
+        if self.is_checked and cells.fault is None:
+            self.check()
+            n_cells = self.config.n_prefix_cache_tokens(kv_cache.n_cells)
+            demand(kv_cache.n_cached <= n_cells, "more cells cached than may be")
+            n_ids = kv_cache.n_seq_ids - self.config.n_seq_max * kv_cache.shares_cells
+            demand(kv_cache.n_cached_ids <= n_ids, "more seq_ids cached than may be")
 
     def run(self, *, at_most: int = 500) -> None:
         """Tick until there is nothing to do."""
@@ -368,7 +380,6 @@ class Simulator:
                 demand(n_unread <= self.config.stream_buffer, "more deltas than stream_buffer")
                 if request_id not in self.stopped:
                     self._read(request_id)
-        self.core.manager.cells.trim()  # as before the next tick
         if self.is_checked:
             self.check()
         return heard
@@ -401,8 +412,6 @@ class Simulator:
         )
         demand(len(held) <= self.config.n_seq_max, "more sequences run than n_seq_max")
         expect(kv_cache.n_cached_ids, len(cached), "seq_ids of the prefix cache")
-        n_cached_at_most = self.config.n_prefix_cache_tokens(kv_cache.n_cells)
-        demand(kv_cache.n_cached <= n_cached_at_most, "more cells cached than may be")
         demand(
             all(s.placement.slot is None for s in queue.waiting), "a waiting request has a seq_id"
         )

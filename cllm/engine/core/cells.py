@@ -36,8 +36,8 @@ MIN_OWN_SHARE = 0.9
 # In the unified layout each row visits the cells of all sequences, also those that its mask excludes.  After
 # so many rows, a prefix in cells has cost as much as computing it again, or some times as much as a copy to
 # host memory and back, for which all streams have to wait.  Measured on two cores: 17,000 to 22,000 and 47 to
-# 60 (SmolLM2-135M), 19,000 to 33,000 and 100 to 177 (layers of Qwen3-0.6B's size).  A row of a prompt of 64 to
-# 200 tokens costs 1.5 to 2 times as much as one that decodes.
+# 60 (SmolLM2-135M), 19,000 to 33,000 and 100 to 177 (layers of Qwen3-0.6B's size).  Idle cells cost a row of a
+# prompt of 64 to 200 tokens 1.5 to 2 times as many seconds as a row that decodes.
 N_ROWS_COPY, N_ROWS_COMPUTE = 512, 16_384
 N_VISITED_STEP = 256  # attention visits a multiple of this
 # Prefixes that would be computed again leave the cells only if they hold a small part of those visited.
@@ -82,7 +82,8 @@ class Cells:
         self.kv_cache = kv_cache
         self._saved = saved
         self._recorder = recorder
-        self._n_seq_max = n_seq_max
+        # In the per-sequence layout prefixes have the seq_ids that no running sequence needs.
+        self._n_ids_max = kv_cache.n_seq_ids - (n_seq_max if kv_cache.shares_cells else 0)
         self._n_tokens_max = prefix_cache_tokens
         self.can_truncate: bool = kv_cache.has_pos_min
         self.prefixes: PrefixCache = PrefixCache()
@@ -110,14 +111,14 @@ class Cells:
         return self.prefixes.match(sequence, running, n_min=n_min, whole_only=not self.can_truncate)
 
     def open(self, match: Match) -> Slot:
-        """Return a slot for a running sequence: a free seq_id, or a cached one if cells cannot be shared.
+        """Return a slot for a running sequence: a free seq_id, or that of a cached prefix.
 
-        In the second case, the cached prefix of the match may become the running sequence, without a
+        If cells cannot be shared, the cached prefix of the match may become the running sequence, without a
         copy.  Any other cached prefix whose seq_id is taken is evicted.
         """
         kv_cache = self.kv_cache
         if kv_cache.shares_cells:
-            self._find_id(spared=match.source)
+            self._free_id(spared=match.source)
             return kv_cache.open()
         shared = match.entry if match.leader is None else None
         if shared is not None and match.n_tokens >= MIN_TAKEN_SHARE * len(shared.tokens):
@@ -203,7 +204,8 @@ class Cells:
     def keep(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> bool:
         """Cache the tokens of a sequence; return True if the prefix cache took over its slot.
 
-        Otherwise the tokens may be cached under another seq_id, and the caller releases the slot.
+        Otherwise the tokens may be cached under another seq_id, and the caller releases the slot.  Limits of the
+        prefix cache hold after the next `trim`: no request waits for a copy of another prefix.
         """
         n_tokens = slot.spans.floor(min(slot.n_computed, self._n_tokens_max))
         if not n_tokens or self.fault is not None:
@@ -211,7 +213,7 @@ class Cells:
         if n_tokens < slot.n_computed and not self.can_truncate:
             return False
         tokens = tokens[:n_tokens].copy()
-        if self.kv_cache.shares_cells:
+        if self.kv_cache.shares_cells and self.kv_cache.free_ids:
             self.keep_copy(slot, tokens, lora)
             return False
         if not self._make_way(tokens, lora):
@@ -228,10 +230,10 @@ class Cells:
         """
         if not self._make_way(tokens, lora):
             return None
-        kv_cache = self.kv_cache
-        if not self._find_id():
+        self._free_id()
+        if not self.kv_cache.free_ids:
             return None
-        kept = kv_cache.open(is_cached=True)
+        kept = self.kv_cache.open(is_cached=True)
         kept.spans = slot.spans
         self._copy(slot, kept, len(tokens))
         self.prefixes.add(CachedPrefix(tokens, kept, lora))
@@ -260,12 +262,12 @@ class Cells:
                 self.evict(entry, saves=False)
         return True
 
-    def _find_id(self, spared: Slot | None = None) -> bool:
-        """Return True if a seq_id is free; if none is, evict the oldest prefix that is not in the slot `spared`."""
-        entry = next((entry for entry in self.prefixes.entries if entry.slot is not spared), None)
-        if not self.kv_cache.free_ids and entry is not None:
-            self.evict(entry)
-        return bool(self.kv_cache.free_ids)
+    def _free_id(self, spared: Slot | None = None) -> None:
+        """Evict the least recently used prefix that is not in the slot `spared`, if no seq_id is free."""
+        if not self.kv_cache.free_ids:
+            others = (entry for entry in self.prefixes.entries if entry.slot is not spared)
+            if (entry := next(others, None)) is not None:
+                self.evict(entry)
 
     def save(self, slot: Slot, tokens: Tokens, lora: LoraUse) -> SavedPrefix | None:
         """Save the content of a slot in host memory or a file; return None if it is not saved."""
@@ -288,30 +290,43 @@ class Cells:
         self._recorder.n_evictions += 1
         logger.debug("cached prefix of %d tokens: evicted, %d cells", len(entry.tokens), n_cells)
 
-    def trim(self) -> None:
-        """Evict prefixes beyond the limits, and one at most that has become dearer than evicting it.
+    @property
+    def has_surplus(self) -> bool:
+        """True if `trim` would evict a prefix."""
+        return self.fault is None and (self._is_over or self._outdated() is not None)
 
-        Call it between two ticks, after the events have been taken: no request waits for a copy to host memory
-        before it ends.
-        """
-        kv_cache, prefixes = self.kv_cache, self.prefixes
-        if self.fault is not None:  # the context is recreated, without prefixes
-            return
-        # In the per-sequence layout prefixes have the seq_ids that no running sequence needs.
-        n_ids = kv_cache.n_seq_ids - self._n_seq_max * kv_cache.shares_cells
-        while prefixes.entries and (
-            kv_cache.n_cached_ids > n_ids or kv_cache.n_cached > self._n_tokens_max
-        ):
-            self.evict(prefixes.entries[0])
-        for entry in prefixes.entries if self._is_visited else ():
-            n_since = prefixes.n_rows_since(entry)
+    @property
+    def _is_over(self) -> bool:
+        """True if the cached prefixes hold more seq_ids or cells than they may."""
+        n_entries = len(self.prefixes.entries)
+        is_over = n_entries > self._n_ids_max or self.kv_cache.n_cached > self._n_tokens_max
+        return n_entries > 0 and is_over
+
+    def _outdated(self) -> CachedPrefix | None:
+        """Return a prefix whose cells have cost more than its eviction; None without one."""
+        if not self._is_visited:
+            return None
+        for entry in self.prefixes.entries:
+            n_since = self.prefixes.n_rows_since(entry)
             if n_since <= N_ROWS_COPY:
                 continue
-            n_own, n_tokens = kv_cache.n_own(entry.slot), entry.slot.n_computed
+            n_own, n_tokens = self.kv_cache.n_own(entry.slot), entry.slot.n_computed
             is_copied = n_own >= MIN_OWN_SHARE * n_tokens and self._saved.keeps(n_tokens)
             if n_own and (is_copied or n_since > N_ROWS_COMPUTE):
-                self.evict(entry)  # one: a copy delays all streams
-                return
+                return entry
+        return None
+
+    def trim(self) -> None:
+        """Evict prefixes until the limits hold; if they hold, evict at most one that is outdated.
+
+        A copy to host memory delays all streams.  Call it between two ticks, after the events have been posted.
+        """
+        if self.fault is not None:  # the context is recreated, without prefixes
+            return
+        if not self._is_over and (outdated := self._outdated()) is not None:
+            self.evict(outdated)
+        while self._is_over:
+            self.evict(self.prefixes.entries[0])
 
     def compact(self) -> None:
         """Evict all prefixes if few of the cells that rows visit are in use; no sequence runs.

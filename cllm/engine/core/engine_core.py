@@ -238,9 +238,11 @@ class EngineCore:
 
     @property
     def decodes_next(self) -> bool:
-        """True if the next tick decodes at once, without a recovery or a draft model first."""
+        """True if the next tick decodes at once, without a recovery, an eviction or a draft model first."""
         drafts_first = self._speculation is not None and self._speculation.has_model
-        return self.has_work and self.manager.cells.fault is None and not drafts_first
+        cells = self.manager.cells
+        is_tidy = cells.fault is None and not cells.has_surplus
+        return self.has_work and is_tidy and not drafts_first
 
     @property
     def next_deadline(self) -> float | None:
@@ -263,10 +265,8 @@ class EngineCore:
 
         Then decode rows of one media chunk, if any is ready: llama.cpp takes no tokens in the same batch.
         """
-        queue = self.queue
-        queue.expire(self._clock())
-        self.manager.cells.trim()
-        started = self._clock()
+        queue, started = self.queue, self._clock()
+        queue.expire(started)
         self._rebuild_if_corrupt()
         queue.admit(started)
         queue.make_room(self._n_rows_max, started)
@@ -280,11 +280,13 @@ class EngineCore:
         if media is not None and media.has_users and self.manager.cells.fault is None:
             self._tick_media(media, chunks)
 
-    def rest(self) -> None:
-        """Tidy the cells; call it between two ticks, after the events have been taken."""
-        self.manager.cells.trim()
+    def rest(self) -> bool:
+        """Tidy the cells between two ticks, after the events have been posted; return True if a prefix has left."""
+        cells, n_before = self.manager.cells, self.recorder.n_evictions
+        cells.trim()
         if not self.queue.running and not self.queue.waiting:
-            self.manager.cells.compact()
+            cells.compact()
+        return self.recorder.n_evictions > n_before
 
     def _tick_media(self, media: MediaStore, chunks: list[Chunk]) -> None:
         """Decode rows of one media chunk after the chunks of this tick."""

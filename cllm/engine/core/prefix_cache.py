@@ -67,7 +67,7 @@ class PrefixCache:
     ----------
     entries : list of CachedPrefix
     n_rows : int
-        Number of rows that were decoded beside the cached prefixes: their clock.
+        Number of rows, of prompts and of streams, computed beside the cached prefixes: their clock.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class PrefixCache:
         self.add(entry)
 
     def n_rows_since(self, entry: CachedPrefix) -> int:
-        """Return the number of rows that were decoded since an entry was last used."""
+        """Return the number of rows that were computed since an entry was last used."""
         return self.n_rows - entry.used_at
 
     def covering(

@@ -98,12 +98,15 @@ class ToParent:
         self._send(encode_events([told]))
 
     def _statistics(self, events: Sequence[Event]) -> EngineStatistics | None:
-        """Return the statistics that are sent with these events; None for tokens that follow others soon."""
+        """Return the statistics that are sent with these events; None for tokens that follow others soon.
+
+        Without events there are statistics only.
+        """
         if self.thread is None or (n_requests := self.thread.n_requests) is None:
             return None
         now = time.perf_counter()
         is_soon = n_requests == self._n_requests and now - self._counted_at < STATISTICS_S
-        if is_soon and all(isinstance(event, Progressed) for event in events):
+        if is_soon and events and all(isinstance(event, Progressed) for event in events):
             return None
         self._counted_at, self._n_requests = now, n_requests
         return self.thread.statistics

@@ -232,9 +232,10 @@ class InferenceThread(EngineHost):
     def _loop(self, core: EngineCore) -> None:
         n_ended = 0
         while True:
+            if core.rest() and not core.has_work:
+                self._publish(core)
+                self._outbox.post([])
             self._busy_since = None
-            if n_ended:
-                core.rest()
             if is_idle := not core.has_work:
                 self._audit_when_idle(core)
             commands = self._drain(core, n_ended, is_idle=is_idle)

@@ -170,22 +170,23 @@ def test_a_prefix_cut_short_is_where_it_was_computed() -> None:
         assert is_in_cells(sim, PROMPT[:100])
 
 
+@pytest.mark.parametrize("n_seq_max", [1, 4])
 def test_a_request_ends_before_the_prefix_of_another_is_copied_for_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, n_seq_max: int
 ) -> None:
     monkeypatch.setattr(cells, "N_ROWS_COPY", 16 * N_ROWS_COPY)
-    sim = simulator(prefix_cache_bytes=MIB)
-    for first in range(4):  # as many as the prefix cache has seq_ids
+    sim = Simulator(n_ctx=1024, n_seq_max=n_seq_max, answer=endless, prefix_cache_bytes=MIB)
+    for first in range(n_seq_max):  # as many as the prefix cache keeps
         served(sim, bytes([first]) + PROMPT[:100])
     sim.submit(b"\xff" + PROMPT[:100], max_tokens=1)
     while not (events := sim.core.take_events()):
         sim.core.tick()
     assert isinstance(events[0], Finished)
     assert sim.core.statistics().n_prefix_bytes_host == 0
-    assert sim.kv_cache.n_cached_ids == 5
+    assert sim.kv_cache.n_cached_ids == n_seq_max + 1
     sim.core.rest()
     assert sim.core.statistics().n_prefix_bytes_host > 0
-    assert sim.kv_cache.n_cached_ids == 4
+    assert sim.kv_cache.n_cached_ids == n_seq_max
 
 
 def test_a_seq_id_for_a_request_is_never_that_of_the_prefix_it_shares() -> None:
@@ -196,9 +197,9 @@ def test_a_seq_id_for_a_request_is_never_that_of_the_prefix_it_shares() -> None:
         sim.submit(bytes([first]) * 20, max_tokens=20)
     sim.tick(2)
     cells_of_sim, running = sim.core.manager.cells, sim.core.queue.running
+    # As for a sequence that is preempted within a tick: no seq_id is left.
     slot = running[0].placement.slot
     assert slot is not None
-    # As for a sequence that is preempted between two ticks' trims: no seq_id is left.
     tokens = running[0].token_array()[: slot.n_computed].copy()
     assert cells_of_sim.keep_copy(slot, tokens, running[0].request.lora) is not None
     assert not sim.kv_cache.free_ids
