@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from cllm import Completion, Engine, FinishReason, SamplingOptions, TokenStream
@@ -268,3 +269,19 @@ async def test_a_reader_that_stops_does_not_slow_the_others(anyio_backend: str) 
             for stream in idle:
                 await stream.aclose()
     assert n_ticks[0] == n_ticks[1]
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+async def test_an_idle_engine_counts_the_prefix_that_it_copied_after_the_last_answer(
+    anyio_backend: str, process: bool
+) -> None:
+    options = {"n_seq_max": 1, "kv_unified": True, "process": process, **QUIET}
+    async with Engine(**options) as engine:
+        for first in (100, 200):
+            question, _ = counting(first, first + 20)
+            await engine.generate(question + " " * 100, temperature=0, max_tokens=1)
+        with anyio.fail_after(30):
+            while not engine.statistics().n_prefix_bytes_host:
+                await anyio.lowlevel.checkpoint()
+        assert engine.statistics().n_evictions == 1
+        assert engine.statistics().n_seq_ids_cached == 1
