@@ -293,14 +293,15 @@ class Cells:
     @property
     def has_surplus(self) -> bool:
         """True if `trim` would evict a prefix."""
-        return self.fault is None and (self._is_over or self._outdated() is not None)
+        return self._is_over or self._outdated() is not None
 
     @property
     def _is_over(self) -> bool:
-        """True if the cached prefixes hold more seq_ids or cells than they may."""
+        """True if the cached prefixes hold more seq_ids or cells than they may, and the bookkeeping is right."""
         n_entries = len(self.prefixes.entries)
         is_over = n_entries > self._n_ids_max or self.kv_cache.n_cached > self._n_tokens_max
-        return n_entries > 0 and is_over
+        # After a fault the context is recreated, without prefixes.
+        return n_entries > 0 and is_over and self.fault is None
 
     def _outdated(self) -> CachedPrefix | None:
         """Return a prefix whose cells have cost more than its eviction; None without one."""
@@ -321,8 +322,6 @@ class Cells:
 
         A copy to host memory delays all streams.  Call it between two ticks, after the events have been posted.
         """
-        if self.fault is not None:  # the context is recreated, without prefixes
-            return
         if not self._is_over and (outdated := self._outdated()) is not None:
             self.evict(outdated)
         while self._is_over:
