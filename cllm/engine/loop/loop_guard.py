@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Protocol
 
 import anyio
-from anyio.lowlevel import checkpoint_if_cancelled, current_token
+from anyio.lowlevel import current_token
 
 from cllm.errors import WrongThreadError
 
@@ -22,7 +22,7 @@ class Waiter(Protocol):
         """Wake the task."""
 
     async def wait(self) -> None:
-        """Wait until it is set; in a cancelled scope the wait is cancelled, even if it is set."""
+        """Wait until it is set."""
 
 
 class FutureWaiter:
@@ -41,8 +41,6 @@ class FutureWaiter:
     async def wait(self) -> None:
         """See `Waiter`."""
         await self._future
-        # asyncio lets an event win that comes in the same cycle as a cancellation, trio does not.
-        await checkpoint_if_cancelled()
 
 
 class LoopGuard:
