@@ -26,7 +26,9 @@ from cllm import (
     TokenDelta,
     TokenStream,
 )
+from cllm.engine.core.commands import CancelRequest, Command
 from cllm.engine.state_file import read_state_file, write_state_file
+from cllm.engine.thread.mailbox import Inbox
 from cllm.testing import FakeAnswer, FakeEngine
 from tests.conftest import QUIET, some_in_fast
 from tests.engine.samplings import FEW_IN_FAST, PROMPTS, SAMPLINGS
@@ -215,14 +217,22 @@ async def test_one_that_was_begun_elsewhere_is_whole_when_it_has_been_suspended(
             assert text_of([delta async for delta in stream]) == whole.text[4:]
 
 
-async def test_a_stream_whose_suspension_was_cancelled_does_not_look_complete() -> None:
+async def test_a_stream_whose_suspension_was_cancelled_does_not_look_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # The buffer keeps the engine from reaching the end of the output.
     async with FakeEngine(LONG, stream_buffer=2) as engine, engine.stream("p" * 100) as stream:
         await read(stream, 2)
-        with anyio.CancelScope() as scope:
+        held: list[tuple[Inbox, Command]] = []
+        with monkeypatch.context() as patched, anyio.CancelScope() as scope:
+            # The state cannot come at the same time as the cancellation.
+            patched.setattr(Inbox, "put", lambda inbox, command: held.append((inbox, command)))
             scope.cancel()
             await stream.suspend()
         assert scope.cancelled_caught
+        assert any(isinstance(command, CancelRequest) for _, command in held)
+        for inbox, command in held:
+            inbox.put(command)
         with pytest.raises(ClosedError, match="before its end"):
             async for _ in stream:
                 pass
