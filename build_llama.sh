@@ -16,6 +16,8 @@ readonly SDIST_SHA256=c17ee1163006f70726abb9f72137830818f3d8cb60bfc34cb232d08428
 readonly LAYOUT=2
 readonly TOOLS=(llama-server llama-bench llama-batched-bench llama-quantize)
 readonly RPC_SERVER=ggml-rpc-server
+# What is changed in the pinned source: see there.
+readonly CHANGE=tools/native/skip_masked_cells.py
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 readonly here link=$here/cllm/_native
@@ -23,7 +25,7 @@ readonly check_model=${CLLM_CHECK_MODEL:-$here/cllm/models/cllm-tiny.gguf}
 cache=${XDG_CACHE_HOME:-}
 # The XDG specification says to ignore a relative path.
 [[ $cache == /* ]] || cache=${HOME:?is not set}/.cache
-readonly root=$cache/cllm pinned_source=$cache/cllm/src/llama.cpp-$COMMIT-${SDIST_SHA256:0:12}
+readonly root=$cache/cllm
 readonly python=${PYTHON:-python3} cc=${CC:-cc} cxx=${CXX:-c++}
 
 usage() {
@@ -33,7 +35,8 @@ Usage: ./build_llama.sh [options]
 Builds libllama, and libmtmd for images, from the pinned source, and makes cllm/_native a link to
 them.
 
-  --source DIR   build this llama.cpp tree instead of the pinned one
+  --source DIR   build this llama.cpp tree, as it is, instead of the pinned one
+  --unpatched    build the pinned source as it is: attention on a CPU tests each masked cell
   --tools        also build llama-server, llama-bench, llama-batched-bench and llama-quantize
   --cuda, --vulkan, --metal (macOS)   with this backend
   --rpc          with llama.cpp's RPC, which is experimental and insecure, and ggml-rpc-server:
@@ -70,6 +73,15 @@ read_linked_options() {
   [[ -z $tree ]] || linked_options+=(--source "$tree")
 }
 
+# Where the pinned source is unpacked; its name says what it is.
+name_pinned_source() {
+  pinned_source=$root/src/llama.cpp-$COMMIT-${SDIST_SHA256:0:12} change=''
+  if [[ -z $source ]] && ! $unpatched; then
+    change=$(sha256sum "$here/$CHANGE" | cut -c 1-8)
+    pinned_source+=-$change
+  fi
+}
+
 # The CPUs that this process may use; a container may have a quota besides.
 count_cpus() {
   local n quota=max period=1
@@ -81,7 +93,7 @@ count_cpus() {
 
 parse_arguments() {
   local name
-  source='' prefix='' jobs='' tools=false portable=false sanitize=false clean=false verbose=false
+  source='' prefix='' jobs='' tools=false unpatched=false portable=false sanitize=false clean=false verbose=false
   own_source='' options=() backends=(cpu) cuda=OFF metal=OFF vulkan=OFF rpc=OFF
   while (($#)); do
     case $1 in
@@ -90,7 +102,7 @@ parse_arguments() {
         printf -v "${1#--}" '%s' "${2%/}"
         shift
         ;;
-      --tools | --portable | --sanitize | --clean | --verbose) printf -v "${1#--}" true ;;
+      --tools | --unpatched | --portable | --sanitize | --clean | --verbose) printf -v "${1#--}" true ;;
       --cuda | --metal | --vulkan | --rpc) printf -v "${1#--}" ON ;;
       --as-linked) read_linked_options && set -- "$1" "${linked_options[@]}" "${@:2}" ;;
       --help | -h) usage; exit 0 ;;
@@ -104,7 +116,7 @@ parse_arguments() {
   for name in cuda metal vulkan rpc; do
     [[ ${!name} == OFF ]] || { backends+=("$name"); options+=("--$name"); }
   done
-  for name in portable sanitize; do ! ${!name} || options+=("--$name"); done
+  for name in unpatched portable sanitize; do ! ${!name} || options+=("--$name"); done
   programs=()
   if [[ $rpc == ON ]]; then programs+=("$RPC_SERVER"); fi
   if $tools; then programs+=("${TOOLS[@]}"); fi
@@ -128,7 +140,7 @@ check_needs() {
   command -v ninja >/dev/null || generator=('Unix Makefiles' make)
   need 'ninja or make' ninja-build command -v "${generator[1]}"
   need flock util-linux; need sha256sum coreutils; need tar tar; need "$python" python3
-  if [[ -z $source && ! -d $pinned_source && ! -f $root/src/$SDIST.tar.gz ]]; then
+  if [[ -z $source && ! -f $root/src/$SDIST.tar.gz ]]; then
     need pip python3-pip "$python" -c 'import importlib.util as u; exit(not u.find_spec("pip"))'
   fi
   if [[ $cuda == ON ]]; then need nvcc nvidia-cuda-toolkit; fi
@@ -259,7 +271,8 @@ choose_build() {
   cpu="${cpu#*: } ($(uname -m))"
   probe_amx
   choose_flags
-  local identity=("$LAYOUT" "$source_sha256" "$compiler" "$cc_version")
+  name_pinned_source
+  local identity=("$LAYOUT" "$source_sha256$change" "$compiler" "$cc_version")
   $portable || identity+=("$cpu" "$(cpu_line 'flags|Features')")
   key=$(printf '%s\n' "${identity[@]}" "${flags[@]}" | sha256sum | cut -c 1-16)
   build=$root/build/$key
@@ -329,6 +342,8 @@ get_source() {
     fail "$SDIST.tar.gz has sha256 $actual instead of $SDIST_SHA256; removed it"
   fi
   tar -xzf "$archive" -C "$stage" "$SDIST/$TREE"
+  [[ -z $change ]] || "$python" "$here/$CHANGE" "$stage/$SDIST/$TREE" ||
+    fail "$CHANGE does not fit llama.cpp $COMMIT (--unpatched builds it as it is)"
   mv "$stage/$SDIST/$TREE" "$source"
   rm -rf "$stage"
 }
@@ -455,13 +470,14 @@ write_record() {
   "$python" - "$stage/build.json" "commit=$commit" "source_sha256=$source_sha256" \
     "version=$(version_of "$source")" \
     "cmake_version=$(cmake --version | awk 'NR == 1 { print $NF }')" "compiler=$compiler" \
-    "cpu=$cpu" "amx=$amx" "portable=$portable" "sanitize=$sanitize" "tools=$tools" "media=$media" \
+    "cpu=$cpu" "amx=$amx" "patched=${change:+true}" "portable=$portable" "sanitize=$sanitize" \
+    "tools=$tools" "media=$media" \
     "backends=${backends[*]}" "options=${options[*]}" "source=$own_source" -- "${flags[@]}" <<'PYTHON'
 import datetime, json, pathlib, sys
 
 end = sys.argv.index("--")
 record = dict(pair.split("=", 1) for pair in sys.argv[2:end])
-record |= {key: record[key] == "true" for key in ("portable", "sanitize", "tools", "media")}
+record |= {key: record[key] == "true" for key in ("patched", "portable", "sanitize", "tools", "media")}
 record |= {"backends": record["backends"].split(), "flags": sys.argv[end + 1:]}
 record["built_at"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 pathlib.Path(sys.argv[1]).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

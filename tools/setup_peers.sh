@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up what the benchmarks put beside cllm, in .venv-peers.
 #
-#   llama-server, llama-batched-bench   the tools of ./build_llama.sh, over the libllama that cllm loads
+#   llama-server, llama-batched-bench   the tools of ./build_llama.sh, without cllm's change to llama.cpp
 #   llama-cpp-python                    over the llama.cpp of its source distribution, compiled here
 #   its example server                  server.py of the same source distribution
 #   xllamacpp                           a wheel with a llama.cpp of its own
@@ -24,9 +24,9 @@ if ! "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 
     echo "the peers need python3 >= 3.11 with venv; on Debian: apt-get install python3-venv" >&2
     exit 1
 fi
-PYTHON=$python ./build_llama.sh --as-linked --tools
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
 venv=$(cd "$venv" && pwd)
+PYTHON=$python ./build_llama.sh --as-linked --tools --unpatched --prefix "$venv/llama.cpp"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 version=$("$venv/bin/python" -V)
 

@@ -22,7 +22,6 @@ from benchmarks.side_by_side.records import (
     PYTHON_SERVER,
     XLLAMACPP,
 )
-from cllm.bindings import find_library
 
 ROOT = Path(__file__).parents[2]
 ADVICE = "run tools/setup_peers.sh"
@@ -37,7 +36,7 @@ class Peers:
     Attributes
     ----------
     tools : Path or None
-        Directory of llama.cpp's own programs, built together with the library that cllm loads.
+        Directory of llama.cpp's own programs, built as cllm's library is, but from unchanged source.
     python : Path or None
         Interpreter of the peers in Python.
     missing : mapping
@@ -56,8 +55,13 @@ class Peers:
 
 def find(environ: Mapping[str, str] = os.environ) -> Peers:
     """Look for all peers; `CLLM_PEERS` names a virtual environment other than .venv-peers."""
-    python = ROOT / environ.get("CLLM_PEERS", ".venv-peers") / "bin" / "python"
-    found = Peers(tools_beside(find_library()[0]), python if python.exists() else None, {})
+    venv = ROOT / environ.get("CLLM_PEERS", ".venv-peers")
+    python, tools = venv / "bin" / "python", venv / "llama.cpp" / "bin"
+    found = Peers(
+        tools if (tools / BATCHED_BENCH).is_file() else None,
+        python if python.exists() else None,
+        {},
+    )
     missing = {
         CLLM: "",
         CLLM_PROCESS: "",
@@ -72,15 +76,6 @@ def find(environ: Mapping[str, str] = os.environ) -> Peers:
         XLLAMACPP: _why_not_run(found, "-c", "import xllamacpp"),
     }
     return dataclasses.replace(found, missing=missing)
-
-
-def tools_beside(library: Path) -> Path | None:
-    """Return the directory of the programs built with a library, or in its build with `--tools`, or None."""
-    build = library.parents[1]
-    for directory in (build, build.with_name(f"{build.name}-tools")):
-        if (directory / "bin" / BATCHED_BENCH).is_file():
-            return directory / "bin"
-    return None
 
 
 def _why_not_built(found: Peers, program: str) -> str:

@@ -20,6 +20,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from tools.native import skip_masked_cells
+
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPT = (PROJECT / "build_llama.sh").read_text(encoding="utf-8")
 SDIST, REQUIREMENT, TREE, SDIST_SHA256 = (
@@ -39,6 +41,7 @@ SOURCE_FILES = {
     "ggml/include/ggml.h": "// ggml.h",
     "ggml/include/ggml-cpu.h": "// ggml-cpu.h",
     "ggml/include/gguf.h": "// gguf.h",
+    str(skip_masked_cells.FILE): "".join(skip_masked_cells.INSERTIONS),
     "tools/mtmd/mtmd.h": "// mtmd.h",
     "vendor/hash/sha256/LICENSE": "Public domain",
     "vendor/stb/stb_image.h": "code\n/*\nThis software is available under 2 licenses\n*/\n",

@@ -22,12 +22,14 @@ from tests.build.build_sandbox import (
     PROJECT,
     REQUIREMENT,
     SDIST,
+    SOURCE_FILES,
     Sandbox,
     make_sandbox,
     names_in,
     write_program,
     write_tree,
 )
+from tools.native import skip_masked_cells
 
 LIBRARIES = ["libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so", "libmtmd.so"]
 AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
@@ -382,6 +384,64 @@ def test_own_source_is_used_without_a_download(sandbox: Sandbox, tmp_path: Path)
     assert sandbox.record()["commit"] == "unknown"
     assert sandbox.log("pip") == []
     assert str(tree) in sandbox.log("cmake")
+
+
+def sources_of(sandbox: Sandbox) -> list[Path]:
+    """Return the files of attention in all unpacked sources."""
+    return list((sandbox.cache / "cllm" / "src").glob(f"llama.cpp-*/{skip_masked_cells.FILE}"))
+
+
+def test_the_pinned_source_is_built_with_the_change_to_attention(sandbox: Sandbox) -> None:
+    sandbox.build()
+    (file,) = sources_of(sandbox)
+    assert skip_masked_cells.COUNT in file.read_text(encoding="utf-8")
+    assert sandbox.record()["patched"] is True
+
+
+def test_an_unpatched_build_is_one_of_its_own_from_the_source_as_it_is(sandbox: Sandbox) -> None:
+    sandbox.build()
+    first, changed = sandbox.link.readlink(), sources_of(sandbox)
+    sandbox.build("--unpatched")
+    assert sandbox.link.readlink() != first
+    assert sandbox.record()["patched"] is False
+    (file,) = set(sources_of(sandbox)) - set(changed)
+    assert file.read_text(encoding="utf-8") == SOURCE_FILES[str(skip_masked_cells.FILE)]
+    sandbox.build("--as-linked")
+    assert sandbox.record()["patched"] is False
+
+
+def test_another_change_to_attention_is_another_build(sandbox: Sandbox) -> None:
+    sandbox.build()
+    first = sandbox.link.readlink()
+    script = sandbox.project / "tools" / "native" / "skip_masked_cells.py"
+    script.write_text(
+        script.read_text(encoding="utf-8").replace("16 at", "64 at"), encoding="utf-8"
+    )
+    sandbox.build()
+    assert sandbox.link.readlink() != first
+    assert len(sources_of(sandbox)) == 2
+
+
+def test_a_change_that_does_not_fit_ends_the_build_and_leaves_no_source(sandbox: Sandbox) -> None:
+    script = sandbox.project / "tools" / "native" / "skip_masked_cells.py"
+    code = script.read_text(encoding="utf-8")
+    script.write_text(
+        code.replace("float s; // KQ value", "double s; // KQ value"), encoding="utf-8"
+    )
+    result = sandbox.run()
+    assert result.returncode == 1
+    assert "double s" in result.stderr
+    assert "--unpatched builds it as it is" in result.stderr
+    assert sources_of(sandbox) == []
+    sandbox.build("--unpatched")
+
+
+def test_own_source_is_left_as_it_is(sandbox: Sandbox, tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "llama.cpp")
+    sandbox.build("--source", str(tree))
+    assert sandbox.record()["patched"] is False
+    file = tree / skip_masked_cells.FILE
+    assert file.read_text(encoding="utf-8") == SOURCE_FILES[str(skip_masked_cells.FILE)]
 
 
 def test_changed_source_is_another_build(sandbox: Sandbox, tmp_path: Path) -> None:
