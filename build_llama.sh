@@ -17,7 +17,7 @@ readonly LAYOUT=2
 readonly TOOLS=(llama-server llama-bench llama-batched-bench llama-quantize)
 readonly RPC_SERVER=ggml-rpc-server
 # What is changed in the pinned source: see there.
-readonly CHANGE=tools/native/skip_masked_cells.py
+readonly CHANGE=tools/native/change_llama.py
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 readonly here link=$here/cllm/_native

@@ -1,4 +1,4 @@
-"""Cells of other sequences, which attention skips, change nothing, wherever they lie (tools/native/skip_masked_cells.py)."""
+"""Cells of other sequences, which attention skips, change nothing, wherever they lie (tools/native/change_llama.py)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tools.native import skip_masked_cells
+from tools.native import change_llama
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPT = (PROJECT / "build_llama.sh").read_text(encoding="utf-8")
@@ -41,10 +41,10 @@ SOURCE_FILES = {
     "ggml/include/ggml.h": "// ggml.h",
     "ggml/include/ggml-cpu.h": "// ggml-cpu.h",
     "ggml/include/gguf.h": "// gguf.h",
-    str(skip_masked_cells.FILE): "".join(skip_masked_cells.INSERTIONS),
     "tools/mtmd/mtmd.h": "// mtmd.h",
     "vendor/hash/sha256/LICENSE": "Public domain",
     "vendor/stb/stb_image.h": "code\n/*\nThis software is available under 2 licenses\n*/\n",
+    **{str(file): "".join(texts) for file, texts in change_llama.INSERTIONS.items()},
     **{f"{name}/CMakeLists.txt": "" for name in ("cmake", "common", "src", "tools", "vendor")},
 }
 

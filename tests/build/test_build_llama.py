@@ -29,7 +29,7 @@ from tests.build.build_sandbox import (
     write_program,
     write_tree,
 )
-from tools.native import skip_masked_cells
+from tools.native import change_llama
 
 LIBRARIES = ["libggml-base.so", "libggml-cpu.so", "libggml.so", "libllama.so", "libmtmd.so"]
 AMX_FLAGS = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
@@ -386,15 +386,27 @@ def test_own_source_is_used_without_a_download(sandbox: Sandbox, tmp_path: Path)
     assert str(tree) in sandbox.log("cmake")
 
 
+def code_of(tree: Path) -> dict[str, str]:
+    """Return the code of the files that are changed, as it is in an unpacked source."""
+    return {
+        str(file): (tree / file).read_text(encoding="utf-8") for file in change_llama.INSERTIONS
+    }
+
+
 def sources_of(sandbox: Sandbox) -> list[Path]:
-    """Return the files of attention in all unpacked sources."""
-    return list((sandbox.cache / "cllm" / "src").glob(f"llama.cpp-*/{skip_masked_cells.FILE}"))
+    """Return all unpacked sources."""
+    return list((sandbox.cache / "cllm" / "src").glob("llama.cpp-*/"))
 
 
-def test_the_pinned_source_is_built_with_the_change_to_attention(sandbox: Sandbox) -> None:
+AS_IT_IS = {str(file): SOURCE_FILES[str(file)] for file in change_llama.INSERTIONS}
+
+
+def test_the_pinned_source_is_built_with_the_changes(sandbox: Sandbox) -> None:
     sandbox.build()
-    (file,) = sources_of(sandbox)
-    assert skip_masked_cells.COUNT in file.read_text(encoding="utf-8")
+    (tree,) = sources_of(sandbox)
+    code = code_of(tree)
+    for file, insertions in change_llama.INSERTIONS.items():
+        assert all(inserted + before in code[str(file)] for before, inserted in insertions.items())
     assert sandbox.record()["patched"] is True
 
 
@@ -404,16 +416,16 @@ def test_an_unpatched_build_is_one_of_its_own_from_the_source_as_it_is(sandbox: 
     sandbox.build("--unpatched")
     assert sandbox.link.readlink() != first
     assert sandbox.record()["patched"] is False
-    (file,) = set(sources_of(sandbox)) - set(changed)
-    assert file.read_text(encoding="utf-8") == SOURCE_FILES[str(skip_masked_cells.FILE)]
+    (tree,) = set(sources_of(sandbox)) - set(changed)
+    assert code_of(tree) == AS_IT_IS
     sandbox.build("--as-linked")
     assert sandbox.record()["patched"] is False
 
 
-def test_another_change_to_attention_is_another_build(sandbox: Sandbox) -> None:
+def test_another_change_is_another_build(sandbox: Sandbox) -> None:
     sandbox.build()
     first = sandbox.link.readlink()
-    script = sandbox.project / "tools" / "native" / "skip_masked_cells.py"
+    script = sandbox.project / "tools" / "native" / "change_llama.py"
     script.write_text(
         script.read_text(encoding="utf-8").replace("16 at", "64 at"), encoding="utf-8"
     )
@@ -423,7 +435,7 @@ def test_another_change_to_attention_is_another_build(sandbox: Sandbox) -> None:
 
 
 def test_a_change_that_does_not_fit_ends_the_build_and_leaves_no_source(sandbox: Sandbox) -> None:
-    script = sandbox.project / "tools" / "native" / "skip_masked_cells.py"
+    script = sandbox.project / "tools" / "native" / "change_llama.py"
     code = script.read_text(encoding="utf-8")
     script.write_text(
         code.replace("float s; // KQ value", "double s; // KQ value"), encoding="utf-8"
@@ -440,8 +452,7 @@ def test_own_source_is_left_as_it_is(sandbox: Sandbox, tmp_path: Path) -> None:
     tree = write_tree(tmp_path / "llama.cpp")
     sandbox.build("--source", str(tree))
     assert sandbox.record()["patched"] is False
-    file = tree / skip_masked_cells.FILE
-    assert file.read_text(encoding="utf-8") == SOURCE_FILES[str(skip_masked_cells.FILE)]
+    assert code_of(tree) == AS_IT_IS
 
 
 def test_changed_source_is_another_build(sandbox: Sandbox, tmp_path: Path) -> None:
