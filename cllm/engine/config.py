@@ -295,9 +295,9 @@ class EngineConfig:
         Rearrange weights in memory for the processor's instructions.  Which is faster depends on the types of the
         weights and on the number of rows.  The rearranged weights are a copy.  Not used with `deterministic`.
     tiled_matmul : bool
-        Multiply K-quants and IQ-quants by tiles in batches of 8 rows or more (Q6_K: 24).  This is decided once for a
-        process: False needs `process=True`, or an engine that is the first of its process to compute.  Not used with
-        `deterministic`.
+        Multiply K-quants and IQ-quants by tiles in batches of 8 rows or more (Q6_K and rearranged Q4_K: 24).  This is
+        decided once for a process: False needs `process=True`, or an engine that is the first of its process to
+        compute.  Not used with `deterministic`.
     tune : "cached", "auto" or None
         Use settings that were measured to be faster: cached, those that are known; auto, also measure at load if
         none are.  `cllm tune` measures them, or an earlier engine with "auto", for 20 s at most.  Only settings that

@@ -44,7 +44,7 @@ SOURCE_FILES = {
     "tools/mtmd/mtmd.h": "// mtmd.h",
     "vendor/hash/sha256/LICENSE": "Public domain",
     "vendor/stb/stb_image.h": "code\n/*\nThis software is available under 2 licenses\n*/\n",
-    **{str(file): "".join(texts) for file, texts in change_llama.INSERTIONS.items()},
+    **{str(file): "".join(edits) for file, edits in change_llama.EDITS.items()},
     **{f"{name}/CMakeLists.txt": "" for name in ("cmake", "common", "src", "tools", "vendor")},
 }
 

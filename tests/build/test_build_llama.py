@@ -388,9 +388,7 @@ def test_own_source_is_used_without_a_download(sandbox: Sandbox, tmp_path: Path)
 
 def code_of(tree: Path) -> dict[str, str]:
     """Return the code of the files that are changed, as it is in an unpacked source."""
-    return {
-        str(file): (tree / file).read_text(encoding="utf-8") for file in change_llama.INSERTIONS
-    }
+    return {str(file): (tree / file).read_text(encoding="utf-8") for file in change_llama.EDITS}
 
 
 def sources_of(sandbox: Sandbox) -> list[Path]:
@@ -398,15 +396,15 @@ def sources_of(sandbox: Sandbox) -> list[Path]:
     return list((sandbox.cache / "cllm" / "src").glob("llama.cpp-*/"))
 
 
-AS_IT_IS = {str(file): SOURCE_FILES[str(file)] for file in change_llama.INSERTIONS}
+AS_IT_IS = {str(file): SOURCE_FILES[str(file)] for file in change_llama.EDITS}
 
 
 def test_the_pinned_source_is_built_with_the_changes(sandbox: Sandbox) -> None:
     sandbox.build()
     (tree,) = sources_of(sandbox)
     code = code_of(tree)
-    for file, insertions in change_llama.INSERTIONS.items():
-        assert all(inserted + before in code[str(file)] for before, inserted in insertions.items())
+    for file, edits in change_llama.EDITS.items():
+        assert all(new in code[str(file)] for new in edits.values())
     assert sandbox.record()["patched"] is True
 
 

@@ -7,9 +7,11 @@
   weights are decoded for each.  With the change, up to four rows share that.
 - llama.cpp multiplies K-quants by tiles from 8 rows on.  With the change before, tiles of Q6_K are faster from
   `N_TILE_ROWS` rows on.
+- Q4_K has tiles only in the order of the file.  In the order for AVX2 (`repack`), which is faster for few rows,
+  llama.cpp has no tiles.  With the change it has, from `N_TILE_ROWS` rows on.
 
-The first two compute the same values in the same order, so no bit of a result changes.  The third one changes the
-rounding of batches of 8 rows or more, which is then that of a row alone.
+The first two compute the same values in the same order, so no bit of a result changes.  The others change the rounding:
+up to `N_TILE_ROWS` - 1 rows of Q6_K have the bits of a row alone, and more rows of Q4_K those of `repack=False`.
 
 Usage: change_llama.py SOURCE
 
@@ -43,13 +45,24 @@ static inline int64_t ggml_fa_n_masked(const ggml_fp16_t * mp, int64_t n) {
 
 """
 
+
+def ahead_of(old: str, inserted: str) -> dict[str, str]:
+    """Return the edit that inserts text before another one."""
+    return {old: inserted + old}
+
+
 ATTENTION = {
-    "static void ggml_compute_forward_flash_attn_ext_f16_one_chunk(\n": N_MASKED,
-    "                continue;\n            }\n\n            float s; // KQ value\n": """\
+    **ahead_of("static void ggml_compute_forward_flash_attn_ext_f16_one_chunk(\n", N_MASKED),
+    **ahead_of(
+        "                continue;\n            }\n\n            float s; // KQ value\n",
+        """\
                 ic += ggml_fa_n_masked(mp + ic + 1, ic_end - ic - 1);
 """,
-    "                for (int tq = 0; tq < tile_rows; tq++) {\n"
-    "                    const ggml_fp16_t * mp_row =": """\
+    ),
+    **ahead_of(
+        "                for (int tq = 0; tq < tile_rows; tq++) {\n"
+        "                    const ggml_fp16_t * mp_row =",
+        """\
                 for (int tq = 0; tq < tile_rows && can_skip; tq++) {
                     const char * row = (const char *) mask->data + (iq1 + tq)*mask->nb[1]
                         + (iq2%mask->ne[2])*mask->nb[2] + (iq3%mask->ne[3])*mask->nb[3];
@@ -59,6 +72,7 @@ ATTENTION = {
                     continue;
                 }
 """,
+    ),
 }
 
 Q6_K_PRODUCTS = """\
@@ -127,13 +141,18 @@ void ggml_rows_q6_K_q8_K(int n_rows, int n, float * s, size_t bs, const void * x
 """
 
 MATRIX = {
-    "static void ggml_compute_forward_mul_mat_one_chunk(\n": """\
+    **ahead_of(
+        "static void ggml_compute_forward_mul_mat_one_chunk(\n",
+        """\
 #if defined(__AVX2__)
 void ggml_rows_q6_K_q8_K(int n_rows, int n, float * s, size_t bs, const void * x, const void * y, size_t by);
 #endif
 
 """,
-    "    // attempt to reduce false-sharing (does not seem to make a difference)\n": """\
+    ),
+    **ahead_of(
+        "    // attempt to reduce false-sharing (does not seem to make a difference)\n",
+        """\
 #if defined(__AVX2__)
     if (type == GGML_TYPE_Q6_K && ir1_end - ir1_start > 1 && ne12 == 1 && ne13 == 1 && !params->use_ref) {
         for (int64_t iir0 = ir0_start; iir0 < ir0_end; iir0 += blck_0) {
@@ -150,36 +169,144 @@ void ggml_rows_q6_K_q8_K(int n_rows, int n, float * s, size_t bs, const void * x
 #endif
 
 """,
+    ),
 }
 
+UNPACK_Q4_K = """\
+// unpack groups of 8 rows of Q4_K that are interleaved, as repack.cpp has them
+static void tiled_unpack_src0(const block_q4_Kx8 * rows, int64_t row_stride, int n_rows, tiled_tile_src0 * tile, int num_k) {
+    GGML_ASSERT(n_rows <= TILED_TILE_ROWS);
+    const int qk_stride = num_k * TILED_TILE_K;
+    const int nb_stride = 8 * num_k;
+    for (int slab = 0; slab < num_k; slab++) {
+        for (int r0 = 0; r0 < n_rows; r0 += 8) {
+            const block_q4_Kx8 & x = rows[r0 / 8 * row_stride + slab];
+            for (int s = 0; s < 8; s++) {
+                // scales and mins of sub-block s of the 8 rows, packed as those of a block of Q4_K
+                uint32_t utmp[4];
+                memcpy(utmp, x.scales + 12 * s, 12);
+                utmp[3] = ((utmp[2] >> 4) & 0x0f0f0f0f) | (((utmp[1] >> 6) & 0x03030303) << 4);
+                const uint32_t uaux = utmp[1] & 0x3f3f3f3f;
+                utmp[1] = (utmp[2] & 0x0f0f0f0f) | (((utmp[0] >> 6) & 0x03030303) << 4);
+                utmp[2] = uaux;
+                utmp[0] &= 0x3f3f3f3f;
+                for (int r = 0; r < 8; r++) {
+                    tile->scales[(r0 + r) * nb_stride + slab * 8 + s] = ((const uint8_t *) utmp)[r];
+                    tile->mins[(r0 + r) * nb_stride + slab * 8 + s] = ((const uint8_t *) utmp)[8 + r];
+                }
+            }
+            for (int r = 0; r < 8; r++) {
+                tile->d[slab * TILED_MICRO + r0 + r] = ggml_fp16_to_fp32(x.d[r]);
+                tile->dmin[slab * TILED_MICRO + r0 + r] = ggml_fp16_to_fp32(x.dmin[r]);
+                uint8_t * q = &tile->q[(r0 + r) * qk_stride + slab * TILED_TILE_K];
+                for (int j = 0; j < 4; j++) {
+                    uint8_t packed[32];
+                    for (int c = 0; c < 4; c++) {
+                        memcpy(packed + 8 * c, x.qs + 64 * (4 * j + c) + 8 * r, 8);
+                    }
+                    tiled_unpk_nib4(packed, q + 64 * j, q + 64 * j + 32);
+                }
+            }
+        }
+    }
+}
+
+"""
+
 TILES = {
-    "    if (!ggml_tiled_min_batch(dst->src[1]->ne[1])) {\n": f"""\
+    '#include "tiled-kernel.h"\n': '#include "tiled-kernel.h"\n#include "repack.h"\n',
+    **ahead_of("// unpack src1 tile from q8_K rows. num_k =", UNPACK_Q4_K),
+    "(src0_row + ir0 * nb01 + kstart * src0_bs)": "(src0_row + ir0 * nb01 + kstart * sizeof(B))",
+    "(src0_row + iir0 * nb01 + kblk * src0_bs)": "(src0_row + iir0 * nb01 + kblk * sizeof(B))",
+    **ahead_of(
+        "    if (!ggml_tiled_min_batch(dst->src[1]->ne[1])) {\n",
+        f"""\
     if (dst->src[0]->type == GGML_TYPE_Q6_K && dst->src[1]->ne[1] < {N_TILE_ROWS} && !ggml_tiled_matmul_forced()) {{
         return false;
     }}
 """,
+    ),
+    **ahead_of(
+        "// MUL_MAT_ID (MoE), one expert; returns true if",
+        f"""\
+size_t ggml_tiled_q4_Kx8_wdata_size(int n_tasks) {{
+    return 128 + n_tasks * ggml_tiled_ws_size(); // 64 for the end of src1, and for alignment
+}}
+
+bool ggml_compute_forward_mul_mat_tiled_q4_Kx8(const struct ggml_compute_params * params, struct ggml_tensor * dst) {{
+#if defined(__AVX2__)
+    // chunks of whole groups of 8 rows
+    if (!params->use_ref && ggml_tiled_matmul_enabled() && dst->src[1]->ne[1] >= {N_TILE_ROWS}
+            && dst->src[0]->ne[1] % TILED_TILE_ROWS == 0) {{
+        ggml_compute_forward_mul_mat_tiled_driver<block_q4_Kx8, 32, true, 0, false>(params, dst);
+        return true;
+    }}
+#endif
+    return false;
+}}
+
+""",
+    ),
 }
 
-# Each text occurs once in its file; the second one goes before it.
-INSERTIONS = {
+TILES_H = ahead_of(
+    "// MUL_MAT_ID (MoE) path, one expert;",
+    """\
+// the same for Q4_K whose rows are interleaved by 8 (see repack.h)
+size_t ggml_tiled_q4_Kx8_wdata_size(int n_tasks);
+bool ggml_compute_forward_mul_mat_tiled_q4_Kx8(const struct ggml_compute_params * params, struct ggml_tensor * dst);
+
+""",
+)
+
+IS_Q4_KX8 = "std::is_same<BLOC_TYPE, block_q4_K>::value && INTER_SIZE == 8 && NB_COLS == 8"
+REARRANGED = {
+    '#include "repack.h"\n\n#if defined(__GNUC__)': (
+        '#include "repack.h"\n#include "tiled/tiled.h"\n#include <type_traits>\n\n#if defined(__GNUC__)'
+    ),
+    "work_size(int /* n_threads */, ": "work_size(int n_threads, ",
+    "                    size = ggml_row_size(PARAM_TYPE, ggml_nelements(op->src[1]));\n"
+    "                    return true;\n": f"""\
+                    size = ggml_row_size(PARAM_TYPE, ggml_nelements(op->src[1]));
+                    if ({IS_Q4_KX8}) {{
+                        size += ggml_tiled_q4_Kx8_wdata_size(n_threads);
+                    }}
+                    return true;
+""",
+    **ahead_of(
+        "                forward_mul_mat(params, op);\n",
+        f"""\
+                if ({IS_Q4_KX8} && ggml_compute_forward_mul_mat_tiled_q4_Kx8(params, op)) {{
+                    return true;
+                }}
+""",
+    ),
+}
+
+# In each file, the text that is replaced, which occurs there once, and the new one.
+EDITS = {
     CPU / "ops.cpp": ATTENTION,
-    CPU / "arch/x86/quants.c": {"void ggml_vec_dot_q6_K_q8_K(int n, float *": Q6_K_PRODUCTS},
+    CPU / "arch/x86/quants.c": ahead_of(
+        "void ggml_vec_dot_q6_K_q8_K(int n, float *", Q6_K_PRODUCTS
+    ),
     CPU / "ggml-cpu.c": MATRIX,
     CPU / "tiled/tiled.cpp": TILES,
+    CPU / "tiled/tiled.h": TILES_H,
+    CPU / "repack.cpp": REARRANGED,
 }
 
 
 def main() -> int:
     """Change the source; return the exit code."""
     changed = {}
-    for name, insertions in INSERTIONS.items():
+    for name, edits in EDITS.items():
         path = Path(sys.argv[1]) / name
         code = path.read_text(encoding="utf-8") if path.is_file() else ""
-        for before, inserted in insertions.items():
-            if code.count(before) != 1:
-                print(f"{name} does not have this once:\n{before}", file=sys.stderr)
+        for old, new in edits.items():
+            if code.count(old) != 1:
+                print(f"{name} does not have this once:\n{old}", file=sys.stderr)
                 return 1
-            code = code.replace(before, inserted + before)
+            code = code.replace(old, new)
         changed[path] = code
     for path, code in changed.items():
         path.write_text(code, encoding="utf-8")

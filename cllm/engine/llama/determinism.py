@@ -20,8 +20,8 @@ from cllm.engine.llama.padded_decoder import PaddedDecoder
 from cllm.engine.llama.shapes import are_equal, shapes_that_differ
 from cllm.errors import InvalidArgumentError
 
-# An environment variable.  llama.cpp multiplies K-quants by tiles from 8 rows on (`tools/native/change_llama.py`:
-# Q6_K from 24 on), unless it is 0 at the first product.
+# An environment variable.  llama.cpp multiplies K-quants by tiles from 8 rows on (some from 24 on,
+# see `tools/native/change_llama.py`), unless it is 0 at the first product.
 TILED_PRODUCTS = "GGML_CPU_TILED_MM"
 _lock = threading.Lock()
 _n_users = 0  # running blocks of `without_tiles`
