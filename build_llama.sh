@@ -36,7 +36,7 @@ Builds libllama, and libmtmd for images, from the pinned source, and makes cllm/
 them.
 
   --source DIR   build this llama.cpp tree, as it is, instead of the pinned one
-  --unpatched    build the pinned source as it is: attention on a CPU tests each masked cell
+  --unpatched    build the pinned source as it is, with slower kernels for CPUs (docs/building.md)
   --tools        also build llama-server, llama-bench, llama-batched-bench and llama-quantize
   --cuda, --vulkan, --metal (macOS)   with this backend
   --rpc          with llama.cpp's RPC, which is experimental and insecure, and ggml-rpc-server:

@@ -1,17 +1,16 @@
 """Change code of llama.cpp's CPU backend; `build_llama.sh` runs this on the pinned source before it compiles.
 
-- In a unified KV buffer every row attends to the cells of its own sequence, and llama.cpp tests the mask of all others
-  one by one, in each layer and head.  With the change it tests 16 at a time, and a tile of a prompt converts its mask
-  only if one of its rows has a cell in it.
-- A matrix of Q6_K, such as the output matrix of Q4_K_M, is multiplied by one row of a batch after another, and its
-  weights are decoded for each.  With the change, up to four rows share that.
-- llama.cpp multiplies K-quants by tiles from 8 rows on.  With the change before, tiles of Q6_K are faster from
-  `N_TILE_ROWS` rows on.
-- Q4_K has tiles only in the order of the file.  In the order for AVX2 (`repack`), which is faster for few rows,
-  llama.cpp has no tiles.  With the change it has, from `N_TILE_ROWS` rows on.
+- Attention.  In a unified KV buffer every row attends to the cells of its own sequence, and llama.cpp tests the mask of
+  all others one by one, in each layer and head.  With the change it tests 16 at a time, and a tile of a prompt converts
+  its mask only if one of its rows has a cell in it.  No bit of a result changes.
+- Matrices of Q6_K, such as the output matrix of Q4_K_M.  llama.cpp multiplies one row of a batch after another, decodes
+  the weights for each, and changes to tiles at 8 rows.  With the change, up to four rows share the decoding, and tiles
+  begin at `N_TILE_ROWS` rows, where they become faster.  Fewer rows have the bits that each has alone.
+- Matrices of Q4_K.  llama.cpp has tiles for the order of the file only, not for that of AVX2 (`repack`), which is faster
+  for few rows.  With the change, matrices whose number of rows is a multiple of 256 are multiplied by tiles in that
+  order too, from `N_TILE_ROWS` rows of a batch on.  The result has the bits of `repack=False`.
 
-The first two compute the same values in the same order, so no bit of a result changes.  The others change the rounding:
-up to `N_TILE_ROWS` - 1 rows of Q6_K have the bits of a row alone, and more rows of Q4_K those of `repack=False`.
+Matrices of experts are multiplied as before.
 
 Usage: change_llama.py SOURCE
 

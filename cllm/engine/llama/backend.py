@@ -71,7 +71,7 @@ logger: logging.Logger = logging.getLogger("cllm.engine")
 # 11.2 s in batches of 128, 192, 256 and 512.  The streams stood still for 1.0, 1.4, 1.9 and 3.3 s
 # (qwen3-0.6b, 2 cores).
 N_PREFILL_CHUNK = 128
-N_TILED_ROWS = 16  # of a batch that llama.cpp multiplies by tiles
+N_TILED_ROWS = 16  # of a batch for which llama.cpp looks if tiles are on
 
 
 class LlamaBackend:
