@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up what the benchmarks put beside cllm, in .venv-peers.
 #
-#   llama-server, llama-batched-bench   the tools of ./build_llama.sh, without cllm's change to llama.cpp
+#   llama-server, llama-batched-bench   the tools of ./build_llama.sh, without cllm's changes to llama.cpp
 #   llama-cpp-python                    over the llama.cpp of its source distribution, compiled here
 #   its example server                  server.py of the same source distribution
 #   xllamacpp                           a wheel with a llama.cpp of its own
