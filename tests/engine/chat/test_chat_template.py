@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
-from cllm.bindings._llama_h import LLAMA_CPP_COMMIT
 from cllm.checks import MAX_CHAT_BYTES
 from cllm.engine.chat import chat_template
 from cllm.engine.chat.chat_template import ChatTemplate
@@ -26,18 +24,21 @@ from cllm.engine.chat.message_checks import (
 from cllm.errors import InvalidRequestError
 from tests.conftest import few_in_fast
 from tests.engine.chat.conftest import CHILD
+from tools.make_model import MakeModelError, llama_cpp_source
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+def templates_of_llama_cpp() -> list[Path]:
+    """Return the templates in the source of llama.cpp; none if it is not there."""
+    try:
+        return sorted((llama_cpp_source() / "models" / "templates").glob("*.jinja"))
+    except MakeModelError:
+        return []
+
+
 # One translates: each message has to name two languages.  The other rejects an answer of the assistant
 # without a thought, which clients do not send back.
 NOT_FOR_CHATS = ("google-translategemma-4b-it", "IFM-K2-Horizon")
-TEMPLATES = [
-    path
-    for path in sorted(
-        CACHE.glob(f"cllm/src/llama.cpp-{LLAMA_CPP_COMMIT}-*/models/templates/*.jinja")
-    )
-    if path.stem not in NOT_FOR_CHATS
-]
+TEMPLATES = [path for path in templates_of_llama_cpp() if path.stem not in NOT_FOR_CHATS]
 # One of each format of calls: in `make test`, where `make test-full` takes all.
 FEW_TEMPLATES = {
     "Qwen-Qwen2.5-7B-Instruct", "Qwen3-Coder", "GLM-4.6", "Mistral-Small-3.2-24B-Instruct-2506",
